@@ -1,0 +1,142 @@
+"Reference entries for the names that a module exports, read from its source alone: nothing is imported or run."
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+SHOWN_DUNDERS = ("__call__", "__len__", "__iter__", "__getitem__", "__contains__")
+
+
+def plain(
+    text:str, # words from a comment or docstring
+)->str:       # the same words as Markdown that shows them, fit for a table cell
+    "Escape what Markdown would take for markup, except in `code`"
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(p if p[:1] == "`" else re.sub(r"([\\*_\[\]<>$])", r"\\\1", p) for p in parts).replace("|", r"\|")
+
+
+def code(
+    text:str, # Python
+)->str:       # it as an inline code span, fit for a table cell
+    "Quote code; a span cannot hold backticks"
+    return "`" + text.replace("`", "'").replace("|", r"\|") + "`" if text else ""
+
+
+def comments_of(
+    source:str, # a module
+)->dict:        # line number -> words of the comment there
+    "Find comments; docments are the comments beside parameters"
+    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {t.start[0]: t.string.lstrip("# ").rstrip() for t in found if t.type == tokenize.COMMENT}
+
+
+class Module:
+    "The exported functions and classes of one module, each as Markdown"
+    def __init__(
+        self,
+        path:Path, # a module's file
+        url:str,   # where its source is shown, without the line
+    ):
+        source = path.read_text(encoding="utf-8")
+        self.url, self.tree, self.comments = url, ast.parse(source), comments_of(source)
+        self.exported = self._exported()
+
+    def _exported(self):
+        for node in self.tree.body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+                return ast.literal_eval(node.value)
+        return []
+
+    def markdown(self)->str:
+        "All entries, functions and classes in the order of the module"
+        nodes = [n for n in self.tree.body if isinstance(n, (*FUNCTION, ast.ClassDef)) and n.name in self.exported]
+        parts = [self.entry(n) for n in nodes]
+        rest = [f"`{name}`" for name in self.exported if name not in {n.name for n in nodes}]
+        if rest:
+            parts.append("Also exported, as values: " + ", ".join(rest) + ".")
+        return "\n\n".join(parts)
+
+    def entry(self, node)->str:
+        "One function or class: heading, signature, link to the source, table"
+        is_class = isinstance(node, ast.ClassDef)
+        kind = "class " if is_class else ""
+        head = f"### {node.name} {{#{node.name.lower()}}}"
+        link = f'[source]({self.url}#L{node.lineno}){{.api-source}}'
+        rows = self.fields(node) if is_class else self.parameters(node)
+        shown = f"{node.name}({', '.join(r[0] for r in rows if r[0] != 'Returns')})"
+        lines = [head, "::: {.api}", f"`{kind}{shown}` {link}", plain(ast.get_docstring(node) or ""), table(rows)]
+        if is_class:
+            lines.append(self.methods(node))
+        return "\n\n".join(line for line in lines if line) + "\n\n:::"
+
+    def parameters(self, fn)->list:
+        "Rows (name, type, default, meaning) of a function's parameters, and one for what it returns"
+        a = fn.args
+        plain_args = a.posonlyargs + a.args
+        defaults = [None] * (len(plain_args) - len(a.defaults)) + a.defaults
+        pairs = list(zip(plain_args, defaults))
+        stars = [(a.vararg, "*")] if a.vararg else []
+        pairs += [(arg, None) for arg, _ in stars]
+        pairs += list(zip(a.kwonlyargs, a.kw_defaults))
+        if a.kwarg:
+            pairs.append((a.kwarg, None))
+        lines = [arg.lineno for arg, _ in pairs]
+        rows = []
+        for arg, default in pairs:
+            if arg.arg in ("self", "cls"):
+                continue
+            star = "*" if arg is a.vararg else "**" if arg is a.kwarg else ""
+            alone = lines.count(arg.lineno) == 1 and arg.lineno < fn.body[0].lineno
+            rows.append((star + arg.arg, unparse(arg.annotation), unparse(default),
+                         self.comments.get(arg.lineno, "") if alone else ""))
+        if fn.returns and unparse(fn.returns) != "None":
+            line = fn.returns.lineno
+            told = self.comments.get(line, "") if line < fn.body[0].lineno and line not in lines else ""
+            rows.append(("Returns", unparse(fn.returns), "", told))
+        return rows
+
+    def fields(self, cls)->list:
+        "Rows of a dataclass's or named tuple's fields, else of `__init__`'s parameters"
+        init = [n for n in cls.body if isinstance(n, FUNCTION) and n.name == "__init__"]
+        if init:
+            return [r for r in self.parameters(init[0]) if r[0] != "Returns"]
+        return [(n.target.id, unparse(n.annotation), unparse(n.value), self.comments.get(n.lineno, ""))
+                for n in cls.body if isinstance(n, ast.AnnAssign)]
+
+    def methods(self, cls)->str:
+        "A table of a class's public methods and properties"
+        lines = []
+        for n in cls.body:
+            if not isinstance(n, FUNCTION) or (n.name[0] == "_" and n.name not in SHOWN_DUNDERS):
+                continue
+            rows = self.parameters(n)
+            args = ", ".join(r[0] for r in rows if r[0] != "Returns")
+            is_property = any(unparse(d).endswith("property") for d in n.decorator_list)
+            name = cls.name.lower() if n.name == "__call__" else f".{n.name}"
+            told = [plain(ast.get_docstring(n) or "")] + [f"`{r[0]}`: {plain(r[3])}" for r in rows if r[3]]
+            lines.append(f"| {code(name if is_property else f'{name}({args})')} | {'<br>'.join(t for t in told if t)} |")
+        return "\n".join(["| Method | |", "|---|---|", *lines]) if lines else ""
+
+
+def unparse(
+    node, # part of a syntax tree, or None
+)->str:
+    "The code of a node; nothing for None"
+    return ast.unparse(node) if node is not None else ""
+
+
+def table(
+    rows:list, # (name, type, default, meaning)
+)->str:        # a Markdown table without its empty columns
+    "Parameters as a table; none when there is nothing to say beyond the names"
+    titles = ("Parameter", "Type", "Default", "Meaning")
+    keep = [0] + [i for i in (1, 2, 3) if any(r[i] for r in rows)]
+    if keep == [0]:
+        return ""
+    lines = ["| " + " | ".join(titles[i] for i in keep) + " |", "|" + "---|" * len(keep)]
+    for r in rows:
+        cells = ["*Returns*" if r[0] == "Returns" else code(r[0]), code(r[1]), code(r[2]), plain(r[3])]
+        lines.append("| " + " | ".join(cells[i] for i in keep) + " |")
+    return "\n".join(lines)
