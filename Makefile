@@ -60,7 +60,7 @@ lab: $(DEV)
 # ---- checks
 
 test: $(DEV)
-	@$(PY) tools/test.py
+	@$(PY) tools/test.py $(STEPS)
 
 check: $(DEV)
 	@$(PY) tools/check.py

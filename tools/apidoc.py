@@ -65,7 +65,8 @@ class Module:
         head = f"### {node.name} {{#{node.name.lower()}}}"
         link = f'[source]({self.url}#L{node.lineno}){{.api-source}}'
         rows = self.fields(node) if is_class else self.parameters(node)
-        shown = f"{node.name}({', '.join(r[0] for r in rows if r[0] != 'Returns')})"
+        names = [r[0] for r in rows if r[0] != "Returns"]
+        shown = f"{node.name}({', '.join(names) if len(names) <= 10 else '…'})"
         lines = [head, "::: {.api}", f"`{kind}{shown}` {link}", plain(ast.get_docstring(node) or ""), table(rows)]
         if is_class:
             lines.append(self.methods(node))
@@ -74,14 +75,11 @@ class Module:
     def parameters(self, fn)->list:
         "Rows (name, type, default, meaning) of a function's parameters, and one for what it returns"
         a = fn.args
-        plain_args = a.posonlyargs + a.args
-        defaults = [None] * (len(plain_args) - len(a.defaults)) + a.defaults
-        pairs = list(zip(plain_args, defaults))
-        stars = [(a.vararg, "*")] if a.vararg else []
-        pairs += [(arg, None) for arg, _ in stars]
-        pairs += list(zip(a.kwonlyargs, a.kw_defaults))
-        if a.kwarg:
-            pairs.append((a.kwarg, None))
+        named = a.posonlyargs + a.args
+        pairs = list(zip(named, [None] * (len(named) - len(a.defaults)) + a.defaults))
+        pairs += [(a.vararg, None)] if a.vararg else []
+        pairs += zip(a.kwonlyargs, a.kw_defaults)
+        pairs += [(a.kwarg, None)] if a.kwarg else []
         lines = [arg.lineno for arg, _ in pairs]
         rows = []
         for arg, default in pairs:

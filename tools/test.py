@@ -1,0 +1,50 @@
+"""Everything that CI checks, one step after the other; a failing step does not keep the next from running.
+
+python tools/test.py            # all: sync, notebooks, tests, site
+python tools/test.py sync site  # some
+"""
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+CORES = os.cpu_count() or 1
+STEPS = dict( # name: (what it shows, command)
+    sync=("modules, README.md and sidebar in step with the notebooks", ["tools/check.py"]),
+    site=("site built, every link leads somewhere", ["tools/docs.py", "site"]),
+    notebooks=("every notebook runs from top to bottom", ["tools/nbexec.py", "--check", "--n", "2"]),
+    pytest=("tests/", ["-m", "pytest", "-q", "-n", str(min(4, CORES)), "--durations", "5"]))
+
+
+def run(
+    name:str, # of a step
+)->tuple:     # passed?, seconds
+    "Run one step; its output goes where ours goes"
+    print(f"\n==== {name}: {STEPS[name][0]}", flush=True)
+    env = {**os.environ, "PYTHONHASHSEED": "0"}
+    if name == "pytest":
+        env.setdefault("OMP_NUM_THREADS", str(max(1, CORES // min(4, CORES)))) # the workers share the cores
+    start = time.perf_counter()
+    code = subprocess.run([sys.executable, *STEPS[name][1]], cwd=ROOT, env=env, stdin=subprocess.DEVNULL).returncode
+    return code == 0, time.perf_counter() - start
+
+
+def main(names):
+    "Run the steps, then say in one table how they went"
+    unknown = [n for n in names if n not in STEPS]
+    if unknown:
+        sys.exit(f"no such step: {', '.join(unknown)}; there are {', '.join(STEPS)}")
+    done = {name: run(name) for name in names or STEPS}
+    print()
+    for name, (passed, seconds) in done.items():
+        print(f"{'ok    ' if passed else 'FAILED'}  {name:<10} {seconds:5.0f} s  {STEPS[name][0]}")
+    left_out = [name for name in STEPS if name not in done]
+    if left_out:
+        print("not asked for: " + ", ".join(left_out))
+    sys.exit(not all(passed for passed, _ in done.values()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
