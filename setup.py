@@ -26,7 +26,6 @@ setup(
     url=c["git_url"],
     project_urls={"Documentation": c["doc_host"] + c["doc_baseurl"]},
     license=LICENSES[c["license"]],
-    license_files=["LICENSE"],
     classifiers=[f"Development Status :: {STATUS[c['status']]}", "Intended Audience :: Developers",
                  "Programming Language :: Python :: 3", "Topic :: Scientific/Engineering :: Artificial Intelligence"],
     python_requires=f">={c['min_python']}",

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['SHAPES', 'EVENTS', 'cdiv', 'no_emit', 'ManualClock', 'SamplingParams']
 
-# %% ../nbs/00_core.ipynb #c4e1d06e
+# %% ../nbs/00_core.ipynb #a2884a2d
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from math import isfinite
 
@@ -48,10 +49,15 @@ class ManualClock:
     def __call__(self)->float: return self.now
     def advance(self, seconds:float): self.now += seconds
 
-# %% ../nbs/00_core.ipynb #7d73560f
+# %% ../nbs/00_core.ipynb #401077ca
 def _whole(x): return isinstance(x, int) and not isinstance(x, bool)
-
 def _real(x): return isinstance(x, (int, float)) and not isinstance(x, bool) and isfinite(x)
+def _ids(x): return isinstance(x, tuple) and all(_whole(i) and i >= 0 for i in x)
+
+def _asks(x, default):
+    "Does a value ask for anything? Where nothing is the default, an empty list asks for nothing either"
+    if default is None: return not (x is None or isinstance(x, (list, dict, tuple, str)) and not x)
+    return not (isinstance(x, (int, float)) and x == default)
 
 _RULES = dict( # field -> (is it right?, what it must be)
     temperature=(lambda x: _real(x) and x >= 0, "a number of at least 0"),
@@ -61,9 +67,9 @@ _RULES = dict( # field -> (is it right?, what it must be)
     seed=(lambda x: x is None or _whole(x) and -2**63 <= x < 2**63, "None or a whole number of 64 bits"),
     max_tokens=(lambda x: x is None or _whole(x) and x >= 1, "None or a whole number of at least 1"),
     ignore_eos=(lambda x: isinstance(x, bool), "True or False"),
-    stop_token_ids=(lambda x: all(_whole(i) and i >= 0 for i in x), "token ids, whole numbers of at least 0"))
+    stop_token_ids=(_ids, "None or several token ids, whole numbers of at least 0"))
 
-# %% ../nbs/00_core.ipynb #76df2e46
+# %% ../nbs/00_core.ipynb #59720a4d
 @dataclass(frozen=True)
 class SamplingParams:
     "How to choose the next token and when to stop: vLLM's names and defaults"
@@ -97,13 +103,15 @@ class SamplingParams:
     extra_args:dict = None
 
     def __post_init__(self):
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        if isinstance(ids, Iterable): object.__setattr__(self, "stop_token_ids", tuple(ids))
         for f in fields(self):
             x = getattr(self, f.name)
             if f.name not in _RULES:
-                if x != f.default and x: raise ValueError(f"SamplingParams: {f.name}={x!r} is not supported yet")
+                if _asks(x, f.default):
+                    raise ValueError(f"SamplingParams: {f.name}={x!r} is not supported yet")
             elif not _RULES[f.name][0](x):
                 raise ValueError(f"SamplingParams: {f.name}={x!r}, but it must be {_RULES[f.name][1]}")
 
     @property
-    def greedy(self)->bool: return self.temperature < 1e-5 # vLLM's threshold: below it, dividing logits gains nothing
+    def greedy(self)->bool: return self.temperature < 1e-5 # vLLM's threshold

@@ -207,18 +207,19 @@ def _arrow(out, a, b, tall, gap): # from box a to box b, along the row or down t
     d = f"M{_n(down)} {_n(y + tall + 2)}V{_n(mid)}H{_n(into)}V{_n(y2 - 4)}"
     return out.path(d, head=(into, mid, into, y2 - 3))
 
-# %% ../nbs/00_draw.ipynb #3f74c0a4
+# %% ../nbs/00_draw.ipynb #8b594dd8
 def add_legend(
     svg:Svg,       # the figure, wide enough for the longest entry
     y:float,       # where the legend begins
-    legend:dict,   # colour -> what it means
+    legend:dict,   # "colour" or "colour hatched" -> what it means
 )->float:          # where it ends
     "A row of swatches with their meanings, wrapping"
     x = 14
     for fill, meaning in legend.items():
         w = text_width(meaning) + 36
         if x > 14 and x + w > svg.width - 4: x, y = 14, y + 20
-        svg.rect(x, y + 3, 16, 12, fill, r=2).text(x + 22, y + 9, meaning, color="muted")
+        color, _, hatch = fill.partition(" ")
+        svg.rect(x, y + 3, 16, 12, color, r=2, hatch=hatch).text(x + 22, y + 9, meaning, color="muted")
         x += w
     return y + 20
 

@@ -24,12 +24,13 @@ LLAMA_ASSUMES = dict( # theirs -> the values that our formulas stand for; none: 
     hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,), rope_interleaved=(False,),
     partial_rotary_factor=(1,), sliding_window=(), quantization_config=())
 
-# %% ../nbs/07_families.ipynb #e7c93181
+# %% ../nbs/07_families.ipynb #dad8ca06
 def rope_base(
     meta,    # a config.json as a dict
 )->float:    # theta
     "The one number of plain rotary positions, from the old or the new fields; other kinds are refused"
-    rope = {"rope_theta": meta.get("rope_theta")} | (meta.get("rope_scaling") or {}) | (meta.get("rope_parameters") or {})
+    old, new = meta.get("rope_scaling") or {}, meta.get("rope_parameters") or {}
+    rope = {"rope_theta": meta.get("rope_theta")} | old | new
     rope = {key: value for key, value in rope.items() if value is not None}
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     theta = rope.pop("rope_theta", 10000.0)

@@ -71,7 +71,7 @@ def as_list(
     if not prompts: raise ValueError("prompts=[]: there is no prompt in it, and at least 1 token is needed")
     return prompts if isinstance(prompts[0], (str, dict, list, tuple)) else [prompts]
 
-# %% ../nbs/40_llm.ipynb #0a24608b
+# %% ../nbs/40_llm.ipynb #39116f14
 def check_ids(
     ids,             # token ids of a prompt, or to stop at
     vocab_size:int,  # V
@@ -82,12 +82,12 @@ def check_ids(
     except TypeError: raise ValueError(f"{what}: token ids must be whole numbers, not {ids!r:.80}") from None
     for i in ids:
         if not 0 <= i < vocab_size:
-            raise ValueError(f"{what}: token id {i} is outside the vocabulary: its {vocab_size} ids end at {vocab_size - 1}")
+            raise ValueError(f"{what}: token id {i} is outside the vocabulary, 0 to {vocab_size - 1}")
     return ids
 
-# %% ../nbs/40_llm.ipynb #bff76d6d
+# %% ../nbs/40_llm.ipynb #da31999a
 def parse_prompt(
-    prompt,          # a string, a list of ids, or a dict: `prompt` or `prompt_token_ids`, and perhaps `cache_salt`
+    prompt,          # a string, ids, or a dict with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`
     tokenizer,
     vocab_size:int,  # V
 )->tuple:            # text or None, ids, salt or None
@@ -95,7 +95,7 @@ def parse_prompt(
     if isinstance(prompt, str): prompt = dict(prompt=prompt)
     if not isinstance(prompt, dict): prompt = dict(prompt_token_ids=prompt)
     for name in prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
-        raise ValueError(f"{name!r} in a prompt is not supported, only prompt, prompt_token_ids and cache_salt")
+        raise ValueError(f"{name!r} in a prompt is not supported: prompt, prompt_token_ids and cache_salt are")
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if ids is None and not isinstance(text, str):
         raise ValueError(f"prompt={text!r:.80}, but it must be a string, or come as prompt_token_ids")
@@ -130,10 +130,11 @@ class Answer:
         ids = r.tokens[:r.n_prompt]
         return RequestOutput(r.id, self.prompt, ids, None, [said], self.done, self.metrics, r.n_cached)
 
-# %% ../nbs/40_llm.ipynb #46a96579
+# %% ../nbs/40_llm.ipynb #0e23031a
 class TextEngine:
     "An engine that takes and gives text: every live request has an `Answer`"
-    WHEN = dict(admit="first_scheduled_time", token="first_token_time", finish="finished_time", abort="finished_time")
+    WHEN = dict(admit="first_scheduled_time", token="first_token_time",
+                finish="finished_time", abort="finished_time")
 
     def __init__(self,
         engine:Engine,   # speaks ids
@@ -167,7 +168,7 @@ class TextEngine:
             self.fresh[r.id] = self.answers[r.id]
 
     def run(self, answers:list):
-        "Step until these are answered, yielding each when it has grown; other requests advance too and keep what they get"
+        "Step until these are answered, yielding each when it has grown; others advance too and keep what they get"
         mine = {a.request.id: a for a in answers}
         try:
             while mine:
@@ -193,7 +194,8 @@ class TextEngine:
     def _note(self, name, request=None, **fields):
         a = self.answers.get(request)
         if a is None or name not in self.WHEN: return
-        if getattr(a.metrics, self.WHEN[name]) is None: setattr(a.metrics, self.WHEN[name], self.engine.clock())
+        times = vars(a.metrics)
+        if times[self.WHEN[name]] is None: times[self.WHEN[name]] = self.engine.clock()
         if name == "abort": self.fresh[request] = a
 
 # %% ../nbs/40_llm.ipynb #533c56d8
@@ -230,20 +232,20 @@ def load_text_model(
     model, own = load_model(default_model() if model is None else model, dtype, device)
     return model, tokenizer or own
 
-# %% ../nbs/40_llm.ipynb #9ed46ba8
+# %% ../nbs/40_llm.ipynb #bfcbe456
 def find_policy(
     policy,    # a name, or a `Policy`
 )->Policy:
     "The scheduling policy of that name"
     if isinstance(policy, Policy): return policy
-    if policy not in policies: raise ValueError(f"scheduling_policy={policy!r}, but there is only {', '.join(policies)}")
-    return policies[policy]
+    if policy in policies: return policies[policy]
+    raise ValueError(f"scheduling_policy={policy!r}, but there is only {', '.join(policies)}")
 
-# %% ../nbs/40_llm.ipynb #863bc1c0
+# %% ../nbs/40_llm.ipynb #c3263537
 class LLM:
     "Text in, text out, over one engine. vLLM's names; an option that is not there yet raises"
     def __init__(self,
-        model=None,                          # folder of safetensors, .gguf, `Transformer`; None: SmolLM2-135M-Instruct
+        model=None,                          # folder of safetensors, .gguf or `Transformer`; None: SmolLM2-135M
         tokenizer=None,                      # needed beside a `Transformer`
         dtype="auto",                        # of weights and cache; auto: float32 on a CPU, else as stored
         quantization=None,                   # only None: packed weights are unpacked at load
@@ -265,8 +267,8 @@ class LLM:
         attention_backend:str="torch",       # a name in `pagedlm.paged.backends`
         scheduling_policy="fcfs",            # a name in `pagedlm.scheduler.policies`, or a `Policy`
     ):
-        only = dict(quantization=(quantization, None), enforce_eager=(enforce_eager, True),
-                    tensor_parallel_size=(tensor_parallel_size, 1), logits_processors=(logits_processors, None))
+        only = dict(quantization=(quantization, None), tensor_parallel_size=(tensor_parallel_size, 1),
+                    enforce_eager=(enforce_eager, True), logits_processors=(logits_processors, None))
         for name, (x, there) in only.items():
             if x != there: raise ValueError(f"{name}={x!r} is not supported yet, only {there}")
         policy, backend = find_policy(scheduling_policy), load_backend(attention_backend)
@@ -278,11 +280,11 @@ class LLM:
         if max_model_len is not None: limit = max_model_len
         if budget is None: budget = 512 if self.model.device.type == "cpu" else 2048
         rows = min(256, budget) if max_num_seqs is None else max_num_seqs
-        n_blocks = num_gpu_blocks_override
-        if n_blocks is None:
-            n_blocks = pool_size(self.model, block_size, limit*rows, kv_cache_memory_bytes, gpu_memory_utilization)
+        memory = kv_cache_memory_bytes, gpu_memory_utilization
+        n_blocks = num_gpu_blocks_override or pool_size(self.model, block_size, limit*rows, *memory)
         manager = BlockManager(BlockPool(n_blocks, self.emit), block_size, enable_prefix_caching)
-        scheduler = Scheduler(manager, rows, budget, limit, long_prefill_token_threshold or None, policy, self.emit)
+        chunk = long_prefill_token_threshold or None
+        scheduler = Scheduler(manager, rows, budget, limit, chunk, policy, self.emit)
         runner = Runner(self.model, backend, n_blocks, block_size, rows, scheduler.limit)
         self.engine = Engine(scheduler, runner, emit=self.emit)
         self.texts = TextEngine(self.engine, self.emit, self.tokenizer, self.model.config.vocab_size, seed)
@@ -304,10 +306,12 @@ class LLM:
         prompts,               # as in `generate`
         sampling_params=None,  # as in `generate`
         priority:list=None,    # as in `generate`
-    ):                         # yields a `RequestOutput` whenever an answer has grown, with all of its text so far
+    ):                         # yields (number of the prompt, its `RequestOutput` so far) whenever one has grown
         "Answer all prompts together, telling as it goes; leaving the loop aborts the rest"
-        with closing(self.texts.run(self._add(prompts, sampling_params, priority))) as grown:
-            for a in grown: yield a.output()
+        answers = self._add(prompts, sampling_params, priority)
+        number = {id(a): i for i, a in enumerate(answers)}
+        with closing(self.texts.run(answers)) as grown:
+            for a in grown: yield number[id(a)], a.output()
 
     def chat(self,
         messages,                            # [{"role": …, "content": …}, …], or a list of such conversations
@@ -322,13 +326,14 @@ class LLM:
         prompts = self.chat_prompts(messages, chat_template, add_generation_prompt, chat_template_kwargs)
         return self.generate(prompts, sampling_params, use_tqdm, priority)
 
-    def chat_prompts(self, messages, chat_template=None, add_generation_prompt=True, chat_template_kwargs=None)->list:
+    def chat_prompts(self, messages, chat_template=None, add_generation_prompt=True, chat_template_kwargs=None):
         "What `chat` hands to `generate`, for `stream`: each conversation's text and ids"
         many = messages if messages and isinstance(messages[0], (list, tuple)) else [messages]
         template = chat_template or self.chat_template
         kw = {**({"chat_template": template} if template else {}), **(chat_template_kwargs or {})}
         texts = [self.tokenizer.chat(m, add_generation_prompt=add_generation_prompt, **kw) for m in many]
-        return [dict(prompt=t, prompt_token_ids=self.tokenizer.encode(t, add_special_tokens=False)) for t in texts]
+        ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts] # the template wrote them
+        return [dict(prompt=t, prompt_token_ids=i) for t, i in zip(texts, ids)]
 
     def get_tokenizer(self): return self.tokenizer
 

@@ -18,7 +18,7 @@ class Status(Enum):
     RUNNING = "running"   # has a row and a table
     FINISHED = "finished" # has a `finish_reason`
 
-# %% ../nbs/20_request.ipynb #27100fe7
+# %% ../nbs/20_request.ipynb #94f2b765
 class Request:
     "One prompt on its way to an answer. Read by everyone, changed only by the scheduler"
     def __init__(self,
@@ -52,7 +52,7 @@ class Request:
     def output(self)->list: return self.tokens[self.n_prompt:]
 
     def ends(self, limit:int)->tuple:
-        "`(finish_reason, stop_reason)` after its newest id, or two Nones. `limit`: the longest sequence there is room for"
+        "`(finish_reason, stop_reason)` after its newest id, or two Nones; no sequence is longer than `limit`"
         last = self.tokens[-1]
         if last in self.eos_ids: return "stop", None
         if last in self.params.stop_token_ids: return "stop", last

@@ -89,10 +89,12 @@ class Module:
             alone = lines.count(arg.lineno) == 1 and arg.lineno < fn.body[0].lineno
             rows.append((star + arg.arg, unparse(arg.annotation), unparse(default),
                          self.comments.get(arg.lineno, "") if alone else ""))
-        if fn.returns and unparse(fn.returns) != "None":
-            line = fn.returns.lineno
-            told = self.comments.get(line, "") if line < fn.body[0].lineno and line not in lines else ""
-            rows.append(("Returns", unparse(fn.returns), "", told))
+        # the line that closes the list of parameters tells what comes back
+        ends = range(max(lines, default=fn.lineno) + 1, fn.body[0].lineno)
+        told = next((self.comments[line] for line in ends if line in self.comments), "")
+        kind = unparse(fn.returns)
+        if told or kind not in ("", "None"):
+            rows.append(("Returns", kind, "", told))
         return rows
 
     def fields(self, cls)->list:
@@ -105,17 +107,19 @@ class Module:
 
     def methods(self, cls)->str:
         "A table of a class's public methods and properties"
-        lines = []
+        found = []
         for n in cls.body:
             if not isinstance(n, FUNCTION) or (n.name[0] == "_" and n.name not in SHOWN_DUNDERS):
                 continue
             rows = self.parameters(n)
             args = ", ".join(r[0] for r in rows if r[0] != "Returns")
             is_property = any(unparse(d).endswith("property") for d in n.decorator_list)
-            name = cls.name.lower() if n.name == "__call__" else f".{n.name}"
-            told = [plain(ast.get_docstring(n) or "")] + [f"`{r[0]}`: {plain(r[3])}" for r in rows if r[3]]
-            lines.append(f"| {code(name if is_property else f'{name}({args})')} | {'<br>'.join(t for t in told if t)} |")
-        return "\n".join(["| Method | |", "|---|---|", *lines]) if lines else ""
+            name = n.name if n.name.startswith("__") else f".{n.name}"
+            told = [plain(ast.get_docstring(n) or "")] + [f"{code(r[0])}: {plain(r[3])}" for r in rows if r[3]]
+            found.append((code(name if is_property else f"{name}({args})"), "<br>".join(t for t in told if t)))
+        if not any(told for _, told in found):
+            return "Methods: " + ", ".join(name for name, _ in found) if found else ""
+        return "\n".join(["| Method | Meaning |", "|---|---|", *(f"| {name} | {told} |" for name, told in found)])
 
 
 def unparse(

@@ -1,0 +1,271 @@
+"""A model that is only arithmetic, and engines to try things on. Imports no torch"""
+from collections import Counter
+from itertools import count
+
+from pagedlm.blocks import BlockManager, BlockPool
+from pagedlm.core import EVENTS, ManualClock, SamplingParams, cdiv
+from pagedlm.engine import Engine
+from pagedlm.request import Request, Status
+from pagedlm.scheduler import Policy, Scheduler
+
+EOS = 0  # of the arithmetic model; its other ids are 1 … 6
+
+
+# ---- the arithmetic model: like K and V, what it keeps of a token depends on the token and on all before it
+
+def remember(before, id):
+    "What it keeps of `id`, coming after tokens of which it kept `before`"
+    return hash((id, *before))
+
+
+def predict(kept):
+    "The next id, from what it kept of all tokens"
+    return hash(tuple(kept)) % 7
+
+
+def remember_all(tokens, kept=()):
+    "What it keeps of each of `tokens`, of which the first were done before"
+    kept = list(kept)
+    for id in tokens[len(kept):]:
+        kept.append(remember(kept, id))
+    return kept
+
+
+def answer(prompt, params, limit):
+    "The oracle: ids and finish reason for one prompt, with no engine at all"
+    kept, ids = remember_all(prompt), []
+    while True:
+        ids.append(predict(kept))
+        kept.append(remember(kept, ids[-1]))
+        if ids[-1] == EOS and not params.ignore_eos:
+            return ids, "stop"
+        if len(ids) == params.max_tokens or len(kept) >= limit:
+            return ids, "length"
+
+
+class FakeRunner:
+    "Runs plans on the arithmetic model. Its memory is addressed by slot; reading what nobody wrote is a KeyError"
+    def __init__(self, block_size):
+        self.block_size, self.memory, self.rows = block_size, {}, Rows()
+
+    def __call__(self, plan):
+        for row in plan.gone:
+            self.rows.pop(row, None)
+        for a in plan.admitted:
+            self.rows[a.row] = [list(a.blocks), a.ids[-1]]
+        ids = [self.work(w) for w in plan.works]
+        return [id for w, id in zip(plan.works, ids) if w.sample]
+
+    def work(self, w):
+        table, last = self.rows[w.row]
+        table += w.new_blocks
+        slots = self.slots(table, w.start + w.n)
+        kept = [self.memory[s] for s in slots[:w.start]]
+        for slot, id in zip(slots[w.start:], [last] if w.ids is None else w.ids, strict=True):
+            self.memory[slot] = remember(kept, id)
+            kept.append(self.memory[slot])
+        if w.sample:
+            self.rows[w.row][1] = predict(kept)
+        return self.rows[w.row][1]
+
+    def slots(self, table, n):
+        return [table[p//self.block_size]*self.block_size + p % self.block_size for p in range(n)]
+
+
+class Rows(dict):
+    "row -> [table, newest id]"
+    forget = dict.clear
+
+
+# ---- an engine with everything in reach
+
+class Trouble(Exception):
+    "What a runner raises when it is told to"
+
+
+class World:
+    "An engine, its clock, its events, its plans, and the requests it was given; checked before and after every step"
+    def __init__(self, n_blocks=11, block_size=4, caching=True, run=None, **scheduling):
+        self.events, self.plans, self.requests, self.names = [], [], [], count()
+        self.trouble, self.exact = None, True
+        self.kept, self.means = {}, {}  # request -> what the model keeps of its tokens; key -> the same of one block
+        self.manager = BlockManager(BlockPool(n_blocks, self.emit), block_size, caching)
+        scheduling = dict(max_num_seqs=4, max_num_batched_tokens=16) | scheduling
+        self.scheduler = Scheduler(self.manager, emit=self.emit, **scheduling)
+        self.runner = run(self.scheduler) if run else FakeRunner(block_size)
+        self.engine = Engine(self.scheduler, self.run, ManualClock(), self.emit)
+
+    def emit(self, name, **fields):
+        assert set(fields) == set(EVENTS[name]), (name, fields)
+        self.events.append((name, fields))
+
+    def run(self, plan):
+        self.plans.append(plan)
+        self.check_plan(plan)
+        self.engine.clock.advance(1)
+        trouble, self.trouble = self.trouble, None
+        if trouble:
+            self.exact = False  # the blocks of the step that failed stay in the tables
+            if trouble == "after":
+                self.runner(plan)
+            raise Trouble
+        return self.runner(plan)
+
+    # what a user does
+
+    def add(self, prompt, eos_ids=(EOS,), salt=None, **params):
+        params = SamplingParams(**dict(temperature=0, ignore_eos=True) | params)
+        request = self.engine.add(Request(f"r{next(self.names)}", prompt, params, eos_ids, salt=salt))
+        self.requests.append(request)
+        return request
+
+    def step(self):
+        self.since, before = len(self.events), len(self.plans)
+        try:
+            news = self.engine.step()
+        except Trouble:
+            news = []
+        self.check()
+        assert len(self.plans) > before or not self.scheduler.running, "it has work, but made no plan"
+        return news
+
+    def drain(self, patience=3000):
+        for _ in range(patience):
+            if not len(self.scheduler):
+                return self
+            self.step()
+        raise AssertionError(f"still at work after {patience} steps: {self.requests}")
+
+    def lose_rows(self):
+        "What the runner remembers may be lost at any time"
+        self.runner.rows.forget()
+        self.scheduler.resend()
+
+    def expected(self, request):
+        "Ids and finish reason that `request` must end with"
+        return answer(request.tokens[:request.n_prompt], request.params, self.scheduler.limit)
+
+    def counts(self):
+        return Counter(name for name, _ in self.events)
+
+    # what must always be so
+
+    def check_plan(self, plan):
+        s, rows = self.scheduler, [w.row for w in plan.works]
+        assert plan.n_tokens <= s.max_num_batched_tokens and len(rows) == len(set(rows))
+        happened = {name for name, _ in self.events[self.since:]}
+        assert not {"preempt", "admit"} <= happened, "a step that preempted admitted"
+        for w in plan.works:
+            r = s.by_row[w.row]
+            assert 1 <= w.n <= s.max_chunk and w.start == r.n_computed
+            assert w.sample == (w.start + w.n == len(r.tokens))
+        self.check({w.row: w.start + w.n for w in plan.works})
+
+    def check(self, ends={}):
+        "`ends`: row -> tokens in its blocks when the step is done"
+        m, s = self.manager, self.scheduler
+        m.check()
+        used = {b for table in m.tables.values() for b in table}
+        assert 0 not in used and len(used) + m.pool.n_free + 1 == m.pool.n_blocks
+        assert set(m.tables) == set(s.running) and len(s.running) <= s.max_num_seqs
+        assert sorted([*s.rows._free, *s.by_row]) == list(range(s.max_num_seqs))
+        for r in s.running.values():
+            table, full = m.tables[r.id], r.n_computed//m.block_size
+            assert s.by_row[r.row] is r and r.status is Status.RUNNING
+            assert all(m.pool.refs[b] == 1 for b in table[full:]), "others read a block that is still written"
+            if self.exact:
+                assert len(table) == cdiv(ends.get(r.row, r.n_computed), m.block_size)
+        if isinstance(self.runner, FakeRunner):
+            self.check_names()
+
+    def check_names(self):
+        "Each named block holds what its name says, and its readers have the salt of its writer"
+        B, memory = self.manager.block_size, self.runner.memory
+        for r in self.requests:
+            kept = self.kept[r.id] = remember_all(r.tokens, self.kept.get(r.id, ()))
+            for i, key in enumerate(r.keys):
+                means = self.means.setdefault(key, (r.salt, kept[i*B:(i + 1)*B]))
+                assert means == (r.salt, kept[i*B:(i + 1)*B]), "one name for two contents"
+        for key, block in self.manager.pool.named.items():
+            assert [memory[s] for s in range(block*B, (block + 1)*B)] == self.means[key][1]
+        for r in self.scheduler.running.values():
+            keys = [self.manager.pool.keys[b] for b in self.manager.tables[r.id]]
+            assert all(self.means[key][0] == r.salt for key in keys if key)
+
+    def check_done(self):
+        "Nothing is left, nothing leaked, and every answer is the oracle's"
+        assert not len(self.scheduler) and not self.manager.tables
+        assert self.manager.pool.n_free == self.manager.pool.n_blocks - 1
+        for r in self.requests:
+            assert r.status is Status.FINISHED and r.row is None
+            ids, reason = self.expected(r)
+            if r.finish_reason == "abort":
+                assert r.output == ids[:r.n_output]
+            else:
+                assert (r.output, r.finish_reason) == (ids, reason), r
+        return self
+
+
+def play(world, rnd, arrivals, p_abort=0, p_lose=0, p_fail=0, patience=3000):
+    "Let requests arrive (keyword arguments of `World.add`) and mishaps happen at random, until nothing is left"
+    for _ in range(patience):
+        if not arrivals and not len(world.scheduler):
+            return world.check_done()
+        while arrivals and rnd.random() < .5:
+            world.add(**arrivals.pop())
+        live = [*world.scheduler.waiting, *world.scheduler.running.values()]
+        if live and rnd.random() < p_abort:
+            world.engine.abort(rnd.choice(live).id)
+        if rnd.random() < p_lose:
+            world.lose_rows()
+        if rnd.random() < p_fail:
+            world.trouble = rnd.choice(["before", "after"])
+        world.step()
+    raise AssertionError(f"still at work after {patience} steps: {world.requests}")
+
+
+# ---- chance
+
+def random_policy(rnd):
+    "Three orders that are total, arbitrary, and (sometimes) of a new mind at every look"
+    def order():
+        if rnd.random() < .3:
+            return lambda r: rnd.random()
+        by_number = [rnd.random() for _ in range(64)]
+        return lambda r: by_number[r.number % 64]
+    return Policy(order(), order(), order())
+
+
+def random_prompts(rnd, n, longest, vocab=range(1, 7)):
+    "Prompts of which many begin alike"
+    base = [rnd.choice(vocab) for _ in range(longest)]
+    for _ in range(n):
+        size = rnd.randint(1, longest)
+        k = rnd.choice([0, rnd.randint(0, size), size, size])
+        yield base[:k] + [rnd.choice(vocab) for _ in range(size - k)]
+
+
+def random_world(rnd, **fixed):
+    "An engine of random shape, its pool often too small for all who come"
+    rows = rnd.choice([1, 2, 3, 4, 5, 5])
+    shape = dict(block_size=rnd.randint(1, 5), n_blocks=rnd.randint(3, 14), max_num_seqs=rows,
+                 max_num_batched_tokens=rnd.randint(rows, 16), max_chunk=rnd.choice([None, None, 1, 2, 3]),
+                 caching=rnd.random() < .8)
+    return World(**shape | fixed)
+
+
+def random_arrivals(rnd, world, n=8):
+    "What to `add` to it"
+    return [dict(prompt=prompt, max_tokens=rnd.choice([None, 1, 2, 5, 12, 20]), ignore_eos=rnd.random() < .5,
+                 salt=rnd.choice([None, None, None, "salt"]))
+            for prompt in random_prompts(rnd, rnd.randint(1, n), min(24, world.scheduler.limit - 1))
+            if world.scheduler.limit > 1]
+
+
+def sweep(rnd, n, policy=False, **mishaps):
+    "Play `n` random games on the arithmetic model; how often each event happened"
+    total = Counter()
+    for _ in range(n):
+        world = random_world(rnd, **dict(policy=random_policy(rnd)) if policy else {})
+        total += play(world, rnd, random_arrivals(rnd, world), **mishaps).counts()
+    return total

@@ -1,0 +1,403 @@
+"""Cases that schedulers got wrong elsewhere, on a model that is only arithmetic"""
+from itertools import product
+from random import Random
+
+import pytest
+from common import FakeRunner, World, answer, play, random_arrivals, random_policy, random_world, sweep
+
+from pagedlm.core import SamplingParams, cdiv
+from pagedlm.request import Request, Status
+from pagedlm.scheduler import Policy, Scheduler, fcfs
+
+B = 4  # block size of every World here unless said otherwise
+
+
+def ids_of(n, start=1):
+    "A prompt of `n` ids"
+    return [(start + i*i) % 6 + 1 for i in range(n)]
+
+
+# ---- never fits, fits at first
+
+def test_what_can_never_fit_is_refused_in_words():
+    "Case 1: a pool of 8 blocks, one of them null"
+    w = World(n_blocks=8, max_model_len=128)
+    with pytest.raises(ValueError, match=r"50 tokens.* 27 .*max_model_len=128.*7 blocks x 4"):
+        w.add(ids_of(50))
+    short = w.add(ids_of(3), max_tokens=5)
+    w.drain().check_done()
+    assert short.finish_reason == "length" and short.n_output == 5
+
+
+@pytest.mark.parametrize("n_prompt", [20, 26, 27])
+@pytest.mark.parametrize("max_tokens", [None, 100])
+def test_what_outgrows_the_pool_ends(n_prompt, max_tokens):
+    "Case 1, variant: it fits at first"
+    w = World(n_blocks=8, max_model_len=128)
+    r, other = w.add(ids_of(n_prompt), max_tokens=max_tokens), w.add(ids_of(5, 2), max_tokens=3)
+    w.drain().check_done()
+    assert (r.finish_reason, r.n_output) == ("length", 28 - n_prompt) and other.n_output == 3
+
+
+def test_longest_prompt():
+    for limit in (2, 7, 28, 1000):
+        w = World(n_blocks=8, max_model_len=limit)
+        n = min(limit, 28)
+        assert w.add(ids_of(n - 1)).n_prompt == n - 1
+        with pytest.raises(ValueError, match=f"{n} tokens, but at most {n - 1} "):
+            w.add(ids_of(n))
+        w.drain().check_done()
+
+
+def test_empty_prompt():
+    "Case 26"
+    w = World()
+    running = w.add([1], max_tokens=9)
+    w.step()
+    with pytest.raises(ValueError, match="0 tokens"):
+        w.add([])
+    assert w.drain().check_done() and running.n_output == 9 and w.counts()["arrive"] == 1
+
+
+def test_ids_are_unique_while_in_use():
+    w = World(max_num_seqs=1)
+    running, waiting = w.add([1]), w.add([2])
+    w.step()
+    for r in running, waiting:
+        for again in r, Request(r.id, [3], r.params):
+            with pytest.raises(ValueError, match=r.id):
+                w.engine.add(again)
+    w.drain()
+    w.requests.append(w.engine.add(Request(running.id, [3], running.params)))
+    w.drain().check_done()
+
+
+@pytest.mark.parametrize("wrong", [dict(max_num_seqs=0), dict(max_chunk=0), dict(max_model_len=0),
+                                   dict(max_num_seqs=17, max_num_batched_tokens=16)])
+def test_sizes(wrong):
+    name, n = list(wrong.items())[0]
+    with pytest.raises(ValueError, match=f"{name}={n}"):
+        World(**wrong)
+
+
+# ---- preemption
+
+def test_preemption_changes_no_answer():
+    "Case 3, at all remainders of its length: tokens, counts and reasons are those of a pool that is big enough"
+    remainders = set()
+    for n_blocks, late, chunk in product(range(8, 13), range(6), (None, 3)):
+        w = World(n_blocks=n_blocks, max_chunk=chunk)
+        a = w.add(ids_of(5), max_tokens=20)
+        for _ in range(late):
+            w.step()
+        b = w.add(ids_of(5, 3), max_tokens=20)
+        w.drain().check_done()
+        assert [(r.n_prompt, r.n_output, r.finish_reason) for r in (a, b)] == [(5, 20, "length")]*2
+        lengths = {}
+        for name, f in w.events:
+            if name == "token":
+                lengths[f["request"]] = 5 + f["n_output"]
+            if name == "preempt":
+                remainders.add(lengths[f["request"]] % B)
+        assert [r.n_preempted for r in (a, b)] == [0, w.counts()["preempt"]]
+    assert remainders == set(range(B))
+
+
+def test_the_youngest_yields_and_comes_back_first():
+    w = World(n_blocks=9, max_num_seqs=3)
+    a, b, c = (w.add(ids_of(5, i), max_tokens=14) for i in range(3))
+    d = w.add([1], max_tokens=1)
+    order = []
+    while len(w.scheduler):
+        w.step()
+        order += [f["request"] for name, f in w.events[w.since:] if name in ("preempt", "admit")]
+    assert order[:4] == ["r0", "r1", "r2", "r2"] and order[4:6] == ["r2", "r3"]  # c goes, comes back; d waited
+    assert (a.n_preempted, b.n_preempted, c.n_preempted, d.n_preempted) == (0, 0, 1, 0)
+    w.check_done()
+
+
+def test_a_planned_victim_gives_its_tokens_back():
+    w = World(n_blocks=6, max_num_seqs=2, max_num_batched_tokens=8, caching=False,
+              policy=fcfs._replace(mix=lambda r: -r.number))  # the youngest is planned first, and is the victim
+    a, b = w.add(ids_of(8), max_tokens=2), w.add(ids_of(9, 2), max_tokens=2)
+    w.step()                                                  # a's 8 tokens are all of the budget
+    w.step()                                                  # b enters beside a
+    assert w.plans[0].n_tokens == 8 and b.status is Status.WAITING
+    w.drain().check_done()
+    w = World(n_blocks=6, max_num_seqs=2, max_num_batched_tokens=4, caching=False,
+              policy=fcfs._replace(mix=lambda r: -r.number))
+    a = w.add(ids_of(4), max_tokens=9)
+    w.step()
+    b = w.add(ids_of(9, 2), max_tokens=2)
+    while not b.n_preempted:
+        w.step()
+    assert [x.row for x in w.plans[-1].works] == [a.row] and w.plans[-1].n_tokens == 1
+    w.drain().check_done()
+
+
+# ---- prefix cache
+
+@pytest.mark.parametrize("n_prompt,max_tokens", product([1, 3, 4, 5, 7, 8, 9, 12], [1, 5]))
+def test_whole_prompt_cached(n_prompt, max_tokens):
+    "Case 5: sent again when it is done, and while it runs; at least one token is computed"
+    for steps in (1, 2, 100):
+        w = World()
+        first = w.add(ids_of(n_prompt), max_tokens=max_tokens)
+        for _ in range(steps):
+            w.step()
+        again = [w.add(ids_of(n_prompt), max_tokens=max_tokens) for _ in range(2)]
+        w.drain().check_done()
+        assert again[0].output == again[1].output == first.output
+        assert {r.n_cached for r in again} == {(n_prompt - 1)//B*B} and first.n_cached == 0
+
+
+def test_two_identical_prefixes_in_one_step():
+    "Case 7: the copies that got no name are freed and taken by a third while the others read theirs"
+    for order in product([3, 10], repeat=2):
+        w = World(n_blocks=14)
+        twins = [w.add(ids_of(12), max_tokens=n) for n in order]
+        w.step()
+        assert w.manager.tables == {"r0": [1, 2, 3], "r1": [4, 5, 6]}
+        w.add(ids_of(26, 2), max_tokens=10)
+        w.drain().check_done()
+        assert [r.n_output for r in twins] == list(order)
+
+
+def test_caching_off_shares_nothing():
+    w = World(caching=False)
+    for _ in range(3):
+        w.add(ids_of(9), max_tokens=3)
+        w.drain()
+    w.check_done()
+    assert not w.counts()["share"] and not w.manager.pool.named
+
+
+def test_prompts_that_differ_by_256():
+    "Case 9"
+    w = World()
+    for shift in (0, 256, 2**32):
+        prompt = ids_of(12)
+        prompt[1] += shift
+        w.add(prompt, max_tokens=3)
+        w.drain()
+    w.check_done()
+    assert [r.n_cached for r in w.requests] == [0, 0, 0]
+
+
+# ---- chunks
+
+@pytest.mark.parametrize("n_prompt", range(1, 3*B + 2))
+def test_every_prompt_chunk_and_length(n_prompt):
+    "Case 11: `World` checks after each step that a request holds ceil(computed / B) blocks"
+    prompt = ids_of(n_prompt)
+    for chunk, max_tokens in product(range(1, 2*B + 1), [1, 2, B, B + 1]):
+        w = World(max_chunk=chunk)
+        r = w.add(prompt, max_tokens=max_tokens)
+        w.drain().check_done()
+        taken = sum(len(f["blocks"]) for name, f in w.events if name == "take")
+        assert taken == cdiv(n_prompt + r.n_output - 1, B)            # the last id is never written
+        assert len(w.plans) == cdiv(n_prompt, chunk) + r.n_output - 1
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 5, 30])
+def test_chunks_tile_the_prompt(chunk):
+    "Case 12, as far as it is the scheduler's"
+    w = World(max_num_batched_tokens=32, max_chunk=chunk)
+    r = w.add(ids_of(30), max_tokens=4)
+    w.drain().check_done()
+    works = [p.works[0] for p in w.plans]
+    assert [i for x in works for i in range(x.start, x.start + x.n)] == list(range(33))
+    assert [i for x in works if x.ids for i in x.ids] == r.tokens[:30]  # then the runner knows its own
+    assert [x.sample for x in works] == [False]*(cdiv(30, chunk) - 1) + [True]*4
+
+
+# ---- everybody gets on
+
+def test_decoding_goes_on_while_prompts_arrive():
+    "Case 16: a running request that was not preempted gets a token in every step"
+    w = World(n_blocks=200, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=120)
+    first = w.add(ids_of(3), max_tokens=100)
+    w.step()
+    for i in range(50):
+        w.add(ids_of(40, i), max_tokens=2)
+        before = first.n_output
+        w.step()
+        assert first.n_output == before + 1
+    w.drain().check_done()
+    assert all(r.n_preempted == 0 for r in w.requests)
+
+
+def test_three_times_as_many_requests_as_rows():
+    "Case 16: all finish, `World` checks that no step runs more than `max_num_seqs`, and decodes never wait"
+    w = World(n_blocks=30, max_num_seqs=4, max_num_batched_tokens=8)
+    for i in range(12):
+        w.add(ids_of(3 + 2*i, i), max_tokens=5 + i)
+    while len(w.scheduler):
+        decoding = {r: r.n_output for r in w.scheduler.running.values() if r.n_missing == 1}
+        w.step()
+        assert all(r.n_output == n + 1 for r, n in decoding.items() if r.status is not Status.WAITING)
+    w.check_done()
+    first_tokens = [f["request"] for name, f in w.events if name == "token" and f["n_output"] == 1]
+    assert first_tokens == [f"r{i}" for i in range(12)]                # first come, first served
+
+
+def test_policies_order_all_three_ways():
+    "Shortest prompt first, the longest output yields, chunks before decodes"
+    w = World(n_blocks=10, max_num_seqs=3, max_num_batched_tokens=4, caching=False, policy=Policy(
+        order=lambda r: r.n_prompt, victim=lambda r: -r.n_output, mix=lambda r: r.n_missing == 1))
+    for n in (9, 5, 2, 7):
+        w.add(ids_of(n), max_tokens=12)
+    admits, yields = [], []
+    while len(w.scheduler):
+        longest = max([r.n_output for r in w.scheduler.running.values()], default=0)
+        w.step()
+        for name, f in w.events[w.since:]:
+            r = w.requests[int(f["request"][1:])] if "request" in f else None
+            if name == "admit" and not r.n_preempted:
+                admits.append(r.n_prompt)
+            if name == "preempt":
+                yields.append(longest - r.n_output)
+        waits = [r for r in w.scheduler.running.values() if r.n_missing > 1]
+        assert not waits or w.plans[-1].n_tokens == 4                 # a chunk left over: the budget was used up
+    w.check_done()
+    assert admits == [2, 5, 7, 9] and yields and set(yields) == {0}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_games(seed):
+    total = sweep(Random(seed), 250)
+    assert total["preempt"] > 80 and total["share"] > 150 and total["evict"] > 1000
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_policy_changes_an_answer(seed):
+    total = sweep(Random(10 + seed), 250, policy=True)
+    assert total["preempt"] > 80
+
+
+# ---- mishaps
+
+def moments():
+    "Worlds that stand still after each of their steps: requests running, mid-chunk, waiting, about to end"
+    for stop in range(1, 100):
+        w = World(n_blocks=9, max_num_seqs=3, max_chunk=3)
+        for i, n in enumerate((5, 5, 11, 4, 9)):
+            w.add(ids_of(n, i), max_tokens=(6, 1, 4, 9, 2)[i])
+        for _ in range(stop):
+            w.step()
+        if not len(w.scheduler):
+            return
+        yield w
+    raise AssertionError("it never ends")
+
+
+def test_abort_at_every_moment():
+    "Case 14, as far as it is the scheduler's: waiting, mid-chunk, decoding, before its last token"
+    found = set()
+    for i in range(5):
+        for w in moments():
+            r = w.requests[i]
+            found.add((r.status, r.n_missing > 1, r.n_preempted > 0, r.n_output > 0))
+            w.engine.abort(r.id)
+            w.check()
+            if r.finish_reason == "abort":
+                assert r.status is Status.FINISHED and r.id not in w.manager.tables
+            w.engine.abort(r.id)  # again: no error
+            w.drain().check_done()
+    R, W = Status.RUNNING, Status.WAITING
+    assert {(R, True, False, False), (R, False, False, True), (W, True, False, False), (W, True, True, True)} <= found
+    World().engine.abort("nobody")
+
+
+def test_abort_all_at_every_moment():
+    for w in moments():
+        for r in w.requests:
+            w.engine.abort(r.id)
+        assert not w.engine.step() and w.check_done()
+        w.add(ids_of(9), max_tokens=5)
+        w.drain().check_done()
+
+
+def test_abort_while_it_runs():
+    "From inside `run`, as a thread may: the id that comes is nobody's"
+    for w in moments():
+        victim = next(iter(w.scheduler.running))
+        run, w.engine.run = w.engine.run, lambda plan: (run(plan), w.engine.abort(victim))[0]
+        news = w.step()
+        w.engine.run = run
+        assert all(r.id != victim for r, _ in news)
+        w.drain().check_done()
+
+
+def test_reset_at_every_moment():
+    for w in moments():
+        w.engine.reset()
+        assert not w.manager.pool.named and w.check_done()
+        assert all(r.finish_reason for r in w.requests)
+        w.add(ids_of(9), max_tokens=5)
+        w.drain().check_done()
+
+
+@pytest.mark.parametrize("trouble", ["before", "after"])
+def test_trouble_at_every_moment(trouble):
+    "`run` raises, before or after it took the plan in; then step again, or reset"
+    for w in moments():
+        w.trouble = trouble
+        assert w.step() == []
+        w.drain().check_done()
+    for w in moments():
+        w.trouble = trouble
+        w.step()
+        w.engine.reset()
+        assert w.check_done()
+        w.add(ids_of(9), max_tokens=5)
+        w.drain().check_done()
+
+
+def test_rows_lost_at_every_moment():
+    for w in moments():
+        w.lose_rows()
+        w.drain().check_done()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_mishaps(seed):
+    rnd = Random(20 + seed)
+    for mishaps in (dict(p_lose=.3), dict(p_fail=.3), dict(p_abort=.1), dict(p_abort=.05, p_lose=.1, p_fail=.2)):
+        sweep(rnd, 80, **mishaps)
+        sweep(rnd, 80, policy=True, **mishaps)
+
+
+def test_wrong_number_of_ids():
+    w = World()
+    r = w.add(ids_of(5), max_tokens=3)
+    run, w.engine.run = w.engine.run, lambda plan: []
+    with pytest.raises(ValueError, match="0 ids for a plan that samples 1"):
+        w.engine.step()
+    assert r.n_computed == 0
+    w.engine.run = run
+    w.drain().check_done()
+
+
+# ---- how an answer ends
+
+def test_reasons_to_stop():
+    prompt = next(p for p in (ids_of(5, i) for i in range(50)) if 0 in answer(p, SamplingParams(
+        max_tokens=12, ignore_eos=True), 40)[0][1:8])
+    said = answer(prompt, SamplingParams(max_tokens=12, ignore_eos=True), 40)[0]
+    eos = said.index(0)
+    cases = [
+        (dict(ignore_eos=True), None, ("length", None, 12)),
+        (dict(ignore_eos=False), None, ("stop", None, eos + 1)),
+        (dict(ignore_eos=False, max_tokens=eos + 1), None, ("stop", None, eos + 1)),  # the last allowed id is EOS
+        (dict(ignore_eos=False, max_tokens=eos), None, ("length", None, eos)),
+        (dict(ignore_eos=True, stop_token_ids=[said[0]]), None, ("stop", said[0], 1)),
+        (dict(ignore_eos=True, stop_token_ids=[0]), None, ("stop", 0, eos + 1)),
+        (dict(ignore_eos=True), lambda ids: "enough", ("stop", "enough", 1))]
+    for params, watch, (reason, why, n) in cases:
+        w = World()
+        params = SamplingParams(**dict(temperature=0, max_tokens=12) | params)
+        r = w.engine.add(Request("r", prompt, params, eos_ids=(0,), watch=watch))
+        w.drain()
+        assert (r.finish_reason, r.stop_reason, r.output) == (reason, why, said[:n])
+        assert w.manager.pool.n_free == w.manager.pool.n_blocks - 1
