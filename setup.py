@@ -6,7 +6,8 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 LICENSES = {"apache2": "Apache-2.0", "mit": "MIT", "bsd3": "BSD-3-Clause"}
-STATUS = {"1": "1 - Planning", "2": "2 - Pre-Alpha", "3": "3 - Alpha", "4": "4 - Beta", "5": "5 - Production/Stable"}
+STATUS = {"1": "1 - Planning", "2": "2 - Pre-Alpha", "3": "3 - Alpha", "4": "4 - Beta",
+          "5": "5 - Production/Stable"}
 
 ini = ConfigParser(delimiters=["="])
 ini.read(HERE/"settings.ini", encoding="utf-8")
@@ -27,7 +28,8 @@ setup(
     project_urls={"Documentation": c["doc_host"] + c["doc_baseurl"]},
     license=LICENSES[c["license"]],
     classifiers=[f"Development Status :: {STATUS[c['status']]}", "Intended Audience :: Developers",
-                 "Programming Language :: Python :: 3", "Topic :: Scientific/Engineering :: Artificial Intelligence"],
+                 "Programming Language :: Python :: 3",
+                 "Topic :: Scientific/Engineering :: Artificial Intelligence"],
     python_requires=f">={c['min_python']}",
     packages=find_packages(include=[c["lib_path"], c["lib_path"] + ".*"]),
     install_requires=c["requirements"].split(),

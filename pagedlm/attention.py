@@ -30,7 +30,7 @@ def split_qkv(
     heads = qkv.unflatten(-1, (-1, spec.head_dim)) # (T, H+2Hk, D)
     return heads.split([spec.n_heads, spec.n_kv_heads, spec.n_kv_heads], 1)
 
-# %% ../nbs/04_attention.ipynb #1f6a79be
+# %% ../nbs/04_attention.ipynb #89f0c21a
 def attend_where(
     q,        # (T, H, D)
     k,        # (S, Hk, D)
@@ -40,8 +40,8 @@ def attend_where(
 )->tuple:     # o (T, H, D), q's dtype; lse, log of the sum of exp(score), (T, H), at least float32
     "Attention of each query over the keys it may see; one that sees none gets zeros and -inf"
     (T, H, D), Hk, dtype = q.shape, k.shape[1], wide(q.dtype)
-    x = (q.to(dtype) * scale).view(T, Hk, -1, D).permute(1, 2, 0, 3).flatten(1, 2)  # (Hk, G·T, D), with G = H/Hk
-    scores = (x @ k.to(dtype).permute(1, 2, 0)).unflatten(1, (-1, T))               # (Hk, G, T, S)
+    x = (q.to(dtype) * scale).view(T, Hk, -1, D).permute(1, 2, 0, 3).flatten(1, 2) # (Hk, G·T, D), G = H/Hk
+    scores = (x @ k.to(dtype).permute(1, 2, 0)).unflatten(1, (-1, T))              # (Hk, G, T, S)
     scores = scores.masked_fill_(~visible, -torch.inf)
     top = scores.amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0)                # nothing visible: -inf minus -inf would be NaN

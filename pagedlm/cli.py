@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['EXAMPLES', 'QUESTIONS', 'make_parser', 'print_stream', 'account', 'text_account', 'run_generate', 'run_demo', 'main']
 
-# %% ../nbs/45_cli.ipynb #40892712
+# %% ../nbs/45_cli.ipynb #f6eec40d
 import json
+import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from . import __version__
 from .core import SamplingParams
 from .trace import latency, steps_of, tables_at, text_blocks, text_steps
 
-# %% ../nbs/45_cli.ipynb #c55c3062
+# %% ../nbs/45_cli.ipynb #be1785c5
 EXAMPLES = """\
 examples:
   pagedlm demo
@@ -25,49 +26,48 @@ examples:
 """
 
 def _add_model(parser):
-    parser.add_argument("--model", metavar="M", help="folder of safetensors or .gguf file (default: SmolLM2-135M-Instruct, "
-                        "98 MB, fetched once)")
-    parser.add_argument("--dtype", default="auto", metavar="D", help="auto, float32, bfloat16, float16 or float64 (auto)")
-    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 … (default: cuda if there is one)")
+    add = parser.add_argument
+    add("--model", metavar="M", help="folder of safetensors or .gguf file (SmolLM2-135M-Instruct, 98 MB, fetched once)")
+    add("--dtype", default="auto", metavar="D", help="float32, bfloat16, float16, float64 or auto (auto)")
+    add("--device", metavar="D", help="cpu, cuda, cuda:1 … (cuda if there is one)")
 
-# %% ../nbs/45_cli.ipynb #448f9270
+# %% ../nbs/45_cli.ipynb #91eaf5dd
 def make_parser()->ArgumentParser:
     "What `pagedlm --help` knows"
-    parser = ArgumentParser("pagedlm", description="A paged language model inference engine you can take apart.",
-                            epilog=EXAMPLES, formatter_class=RawDescriptionHelpFormatter)
+    raw = dict(epilog=EXAMPLES, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser("pagedlm", description="A paged language model inference engine to take apart.", **raw)
     parser.add_argument("--version", action="version", version=f"pagedlm {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    _add_generate(commands)
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    _add_generate(commands.add_parser("generate", help="answer prompts, several at once", **raw,
+        description="Answer prompts together. The first answer is shown as it comes, the others behind it."))
     demo = commands.add_parser("demo", help="three questions in one batch, and what happened inside",
-        description="Answer three questions in one batch, then draw the steps of the engine and the table of blocks.")
+        description="Answer three questions in one batch, then draw the engine's steps and its table of blocks.")
     _add_model(demo)
     demo.set_defaults(run=run_demo)
     return parser
 
-def _add_generate(commands):
-    p = commands.add_parser("generate", help="answer prompts, several at once", epilog=EXAMPLES,
-        description="Answer prompts, several at once. The first answer is shown as it comes, the others after it.",
-        formatter_class=RawDescriptionHelpFormatter)
-    p.add_argument("prompts", nargs="+", metavar="prompt", help="text to continue; with --chat, a message to answer")
-    _add_model(p)
-    p.add_argument("--max-tokens", type=int, default=64, metavar="N", help="most tokens of an answer (64)")
-    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: always the likeliest token (0)")
-    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest tokens with this probability (1)")
-    p.add_argument("--top-k", type=int, default=0, metavar="K", help="of the K likeliest tokens; 0: of all (0)")
-    p.add_argument("--seed", type=int, metavar="S", help="same seed, same answer")
-    p.add_argument("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence token")
-    p.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
-    p.add_argument("--json", action="store_true", help="one line of JSON for each answer, and one for the account")
-    p.set_defaults(run=run_generate)
+def _add_generate(parser):
+    add = parser.add_argument
+    add("prompts", nargs="+", metavar="prompt", help="text to continue; with --chat, a message to answer")
+    _add_model(parser)
+    add("--max-tokens", type=int, default=64, metavar="N", help="most tokens of an answer (64)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0: always the likeliest token (0)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest of this probability (1)")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest; 0: from all (0)")
+    add("--seed", type=int, metavar="S", help="same seed, same answer")
+    add("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence token")
+    add("--chat", action="store_true", help="put each prompt into the model's chat template")
+    add("--json", action="store_true", help="one line of JSON for each answer, and one for the account")
+    parser.set_defaults(run=run_generate)
 
-# %% ../nbs/45_cli.ipynb #b8e1eab9
+# %% ../nbs/45_cli.ipynb #070ea68e
 def print_stream(
     pairs,          # (number, output) as `LLM.stream` yields them
     headings:list,  # a line above each answer
     file=None,      # None: sys.stdout
 )->list:            # the finished outputs
-    "Show answers in their order: the first that is not finished grows before your eyes, later ones wait behind it"
-    file, latest, now, shown = file or sys.stdout, {}, 0, 0 # now: number on the screen; shown: its characters so far
+    "Show answers in their order: the first unfinished one grows before your eyes, later ones wait behind it"
+    file, latest, now, shown = file or sys.stdout, {}, 0, 0 # answer on the screen, its characters so far
     for i, out in pairs:
         latest[i] = out
         while now in latest:
@@ -81,21 +81,21 @@ def print_stream(
             now, shown = now + 1, 0
     return [latest[i] for i in range(len(headings))]
 
-# %% ../nbs/45_cli.ipynb #0a0a9190
+# %% ../nbs/45_cli.ipynb #b8643af9
 def account(
     events:list,  # of a `Recorder`
 )->dict:          # counts; rates in tokens per second, None where there was no such step
-    "What a run did and how fast: `prefill` are the steps that computed prompt tokens, `decode` those that did not"
+    "What a run did and how fast. A step with any prompt tokens counts as prefill, one without as decode"
     requests, steps = latency(events).values(), steps_of(events)
     prefill = [s for s in steps if any(not decode for *_, decode in s.works)]
     decode = [s for s in steps if all(decode for *_, decode in s.works)]
     seconds = lambda some: sum(s.end - s.start for s in some)
     per_second = lambda n, some: n/seconds(some) if seconds(some) else None
     n_prefill = sum(n for s in prefill for _, n, one in s.works if not one)
+    total = lambda name: sum(r[name] or 0 for r in requests)
     return dict(
-        requests=len(requests), tokens_in=sum(r["n_prompt"] for r in requests),
-        tokens_out=sum(r["n_output"] for r in requests), tokens_cached=sum(r["n_cached"] or 0 for r in requests),
-        preemptions=sum(r["n_preempt"] for r in requests), steps=len(steps), seconds=seconds(steps),
+        requests=len(requests), tokens_in=total("n_prompt"), tokens_cached=total("n_cached"),
+        tokens_out=total("n_output"), preemptions=total("n_preempt"), steps=len(steps), seconds=seconds(steps),
         prefill_tokens=n_prefill, prefill_per_second=per_second(n_prefill, prefill),
         decode_tokens=sum(s.n_tokens for s in steps) - n_prefill,
         decode_per_second=per_second(sum(s.n_tokens for s in decode), decode),
@@ -109,25 +109,26 @@ def text_account(
     rate = lambda x: f"{x:,.0f} tokens/s" if x else "-"
     of = f" of {n_blocks}" if n_blocks else ""
     return "\n".join([
-        f"requests  {told['requests']}, {told['tokens_in']} tokens in ({told['tokens_cached']} of them cached), "
-        f"{told['tokens_out']} out",
+        f"tokens    {told['tokens_in']} in ({told['tokens_cached']} from the prefix cache), {told['tokens_out']} out",
         f"steps     {told['steps']} in {told['seconds']:.2f} s, {told['preemptions']} preemptions",
         f"prefill   {told['prefill_tokens']} tokens, {rate(told['prefill_per_second'])}",
         f"decode    {told['decode_tokens']} tokens, {rate(told['decode_per_second'])}",
         f"blocks    {told['peak_blocks']}{of} at the fullest"])
 
-# %% ../nbs/45_cli.ipynb #511707ef
+# %% ../nbs/45_cli.ipynb #aa5c3d03
 def run_generate(args):
     "The command `generate`"
     params = SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
                             max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
     llm = _load(args)
-    prompts = llm.chat_prompts([[dict(role="user", content=p)] for p in args.prompts]) if args.chat else args.prompts
+    prompts = _chats(llm, args.prompts) if args.chat else args.prompts
     with llm.trace() as events: outputs = _answer(llm, prompts, params, args)
     told = account(events.events)
     print(json.dumps(dict(account=told)) if args.json else text_account(told, _n_blocks(llm)))
 
 def _n_blocks(llm): return llm.engine.scheduler.manager.pool.n_blocks - 1
+
+def _chats(llm, questions): return llm.chat_prompts([[dict(role="user", content=q)] for q in questions])
 
 def _answer(llm, prompts, params, args):
     pairs = llm.stream(prompts, params)
@@ -139,15 +140,15 @@ def _load(args, **kw):
     from pagedlm.llm import LLM # torch comes with it: not for --help
     return LLM(args.model, dtype=args.dtype, device=args.device, **kw)
 
-# %% ../nbs/45_cli.ipynb #bd2adcfe
+# %% ../nbs/45_cli.ipynb #324938e1
 QUESTIONS = ["What is the capital of France?", "Name three fruits.", "What does a library do?"]
 
 def run_demo(args):
-    "The command `demo`: a budget of 48 tokens a step, so that prompts arrive in chunks beside the decodes of others"
+    "The command `demo`. With a budget of 48 tokens a step, prompts come in chunks beside the decodes of others"
     llm = _load(args, max_num_batched_tokens=48, max_num_seqs=8)
     params = SamplingParams(temperature=0, max_tokens=32)
-    prompts = llm.chat_prompts([[dict(role="user", content=q)] for q in QUESTIONS])
-    with llm.trace() as events: print_stream(llm.stream(prompts, params), [f"> {q}" for q in QUESTIONS])
+    pairs = llm.stream(_chats(llm, QUESTIONS), params)
+    with llm.trace() as events: print_stream(pairs, [f"> {q}" for q in QUESTIONS])
     events, color = events.events, sys.stdout.isatty()
     print("Which request computed how many tokens in which step:\n")
     print(text_steps(events, color=color))
@@ -155,12 +156,13 @@ def run_demo(args):
     print(text_blocks(tables_at(events), color=color), end="\n\n")
     print(text_account(account(events), _n_blocks(llm)))
 
-# %% ../nbs/45_cli.ipynb #b72221f7
+# %% ../nbs/45_cli.ipynb #87ac7fc0
 def main(
     argv:list=None,  # None: the command line
 )->int:              # exit status
     "The command `pagedlm`"
     args = make_parser().parse_args(argv)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive") # a thread that spins is no help when others want the core
     try: args.run(args)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

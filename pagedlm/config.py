@@ -10,7 +10,7 @@ __all__ = ['EXAMPLES', 'DEVICES', 'ModelConfig', 'param_parts', 'n_params', 'wei
 from dataclasses import dataclass
 from math import isfinite
 
-# %% ../nbs/02_config.ipynb #cd549c5a
+# %% ../nbs/02_config.ipynb #b63c6d31
 @dataclass(frozen=True)
 class ModelConfig:
     "The numbers a Llama-like decoder is built from"
@@ -30,30 +30,32 @@ class ModelConfig:
     def __post_init__(self):
         for name in "vocab_size width n_layers n_heads n_kv_heads head_dim mlp_width max_len".split():
             x = getattr(self, name)
-            if type(x) is not int or x < 1: raise ValueError(f"{name}={x!r}, but it must be a whole number of at least 1")
+            if type(x) is not int or x < 1:
+                raise ValueError(f"{name}={x!r}, but it must be a whole number of at least 1")
         for name in ("norm_eps", "rope_theta"):
             x = getattr(self, name)
             if not (isinstance(x, (int, float)) and isfinite(x) and x > 0):
                 raise ValueError(f"{name}={x!r}, but it must be a number above 0")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")
-        if self.head_dim % 2: raise ValueError(f"head_dim={self.head_dim} is odd, but rotary positions turn pairs")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd, but rotary positions turn pairs")
 
-# %% ../nbs/02_config.ipynb #df82247b
+# %% ../nbs/02_config.ipynb #171414b4
 EXAMPLES = {
-    "SmolLM2-135M": ModelConfig(49152, 576, 30, 9, 3, 64, 1536, rope_theta=100000.0, max_len=8192),
-    "Llama-3-8B": ModelConfig(128256, 4096, 32, 32, 8, 128, 14336, rope_theta=500000.0, max_len=8192, tied=False),
-    "Llama-3-70B": ModelConfig(128256, 8192, 80, 64, 8, 128, 28672, rope_theta=500000.0, max_len=8192, tied=False)}
+    "SmolLM2-135M": ModelConfig(49152, 576, 30, 9, 3, 64, 1536, rope_theta=1e5, max_len=8192),
+    "Llama-3-8B": ModelConfig(128256, 4096, 32, 32, 8, 128, 14336, rope_theta=5e5, max_len=8192, tied=False),
+    "Llama-3-70B": ModelConfig(128256, 8192, 80, 64, 8, 128, 28672, rope_theta=5e5, max_len=8192, tied=False)}
 
-# %% ../nbs/02_config.ipynb #e95de46c
+# %% ../nbs/02_config.ipynb #9d8a2ac2
 def param_parts(
     config,  # a `ModelConfig`
 )->dict:     # part -> how many parameters it has, all layers together
     "What the parameters are spent on"
     V, C, L, F = config.vocab_size, config.width, config.n_layers, config.mlp_width
     H, Hk, D = config.n_heads, config.n_kv_heads, config.head_dim
-    return dict(embed=V * C, qkv=L * C * (H + 2 * Hk) * D, out=L * H * D * C, gate_up=L * C * 2 * F, down=L * F * C,
-                norms=(2 * L + 1) * C, head=0 if config.tied else V * C)
+    return dict(embed=V * C, qkv=L * C * (H + 2 * Hk) * D, out=L * H * D * C, gate_up=L * C * 2 * F,
+                down=L * F * C, norms=(2 * L + 1) * C, head=0 if config.tied else V * C)
 
 # %% ../nbs/02_config.ipynb #5244bac3
 def n_params(
@@ -91,24 +93,25 @@ def kv_bytes_per_token(
     "Memory that one token's keys and values take, all layers together"
     return int(2 * config.n_layers * config.n_kv_heads * config.head_dim * bytes_per_value)
 
-# %% ../nbs/02_config.ipynb #5282b8b9
+# %% ../nbs/02_config.ipynb #c9806f86
 @dataclass(frozen=True)
 class Device:
     "What a datasheet says about one accelerator"
     name:str
-    memory_bytes:int  # the datasheet's gigabytes, 10⁹ bytes each
-    bandwidth:float   # of that memory, bytes/s
-    flops:float       # dense bfloat16, FLOP/s
-    source:str        # where the numbers stand
+    memory_bytes:float  # the datasheet's gigabytes, 10⁹ bytes each
+    bandwidth:float     # of that memory, bytes/s
+    flops:float         # dense bfloat16, FLOP/s
+    source:str          # where the numbers stand
 
-# %% ../nbs/02_config.ipynb #7f784c75
+# %% ../nbs/02_config.ipynb #fb322d90
 DEVICES = {d.name: d for d in (
-    Device("L4", 24 * 10**9, 300e9, 121e12, "NVIDIA L4 datasheet; half of 242 TFLOPS with sparsity"),
-    Device("A100 80GB SXM", 80 * 10**9, 2.039e12, 312e12, "NVIDIA A100 80GB datasheet; dense as printed"),
-    Device("H100 SXM", 80 * 10**9, 3.35e12, 989.5e12, "NVIDIA H100 datasheet; half of 1,979 TFLOPS with sparsity"),
-    Device("H200 SXM", 141 * 10**9, 4.8e12, 989.5e12, "NVIDIA H200 datasheet; half of 1,979 TFLOPS with sparsity"),
-    Device("B200", 180 * 10**9, 8e12, 2250e12, "NVIDIA DGX B200 and HGX B200 datasheets, an eighth of the system; half of 4.5 PFLOPS with sparsity"),
-    Device("MI300X", 192 * 10**9, 5.3e12, 1307.4e12, "AMD Instinct MI300X datasheet; dense as printed"))}
+    Device("L4", 24e9, 300e9, 121e12, "NVIDIA L4 datasheet; half of 242 TFLOPS with sparsity"),
+    Device("A100 80GB SXM", 80e9, 2.039e12, 312e12, "NVIDIA A100 80GB datasheet; dense as printed"),
+    Device("H100 SXM", 80e9, 3.35e12, 989.5e12, "NVIDIA H100 datasheet; half of 1,979 TFLOPS with sparsity"),
+    Device("H200 SXM", 141e9, 4.8e12, 989.5e12, "NVIDIA H200 datasheet; half of 1,979 TFLOPS with sparsity"),
+    Device("B200", 180e9, 8e12, 2250e12,
+           "NVIDIA DGX and HGX B200 datasheets, an eighth of each; half of 36 PFLOPS with sparsity"),
+    Device("MI300X", 192e9, 5.3e12, 1307.4e12, "AMD Instinct MI300X datasheet; dense as printed"))}
 
 # %% ../nbs/02_config.ipynb #aa9df1fb
 def blocks_that_fit(

@@ -255,7 +255,7 @@ def grid(
     out.height = (add_legend(out, bottom + 2, legend) if legend else bottom) + 8
     return out
 
-# %% ../nbs/00_draw.ipynb #7e876292
+# %% ../nbs/00_draw.ipynb #1a541f9f
 _CYCLE = ("input", "output", "state", "r4", "r1", "r2", "free", "alert") # lines of a chart, in this order
 
 def _rc(): # matplotlib's settings for one figure
@@ -306,7 +306,7 @@ def figure(
     "A matplotlib figure in our colours, which a notebook shows as SVG"
     import matplotlib
     from matplotlib import pyplot as plt
-    matplotlib.rcParams.update(_rc()) # for the session: what is added to the figure later has these colours too
+    matplotlib.rcParams.update(_rc()) # for the session: what is added later has these colours too
     fig, ax = plt.subplots(rows, cols, figsize=(width, height), **kw)
     fig._ipython_display_ = lambda: _show(fig) # IPython asks for this before it thinks of PNG
     return fig, ax

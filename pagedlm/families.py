@@ -40,7 +40,7 @@ def rope_base(
     if not isinstance(theta, (int, float)): raise ValueError(f"rope_theta={theta!r}, but it must be a number")
     return theta
 
-# %% ../nbs/07_families.ipynb #7d8b49ff
+# %% ../nbs/07_families.ipynb #841e81c9
 def llama_config(
     meta,         # a config.json as a dict
 )->ModelConfig:
@@ -48,14 +48,14 @@ def llama_config(
     said = LLAMA_DEFAULTS | {key: value for key, value in meta.items() if value is not None}
     for key, known in LLAMA_ASSUMES.items():
         if key in said and said[key] not in known:
-            raise ValueError(f"{key}={said[key]!r} is not supported yet, only {known[0] if known else None!r}")
+            raise ValueError(f"{key}={said[key]!r} is not supported yet, only {[*known, None][0]!r}")
     odd = {key: said[key] for key in LLAMA_FIELDS.values() if not isinstance(said.get(key, 0), (int, float))}
     if odd: raise ValueError(f"not a number: {odd}")
     heads, width = said.get("num_attention_heads"), said.get("hidden_size")
     if heads: said.setdefault("num_key_value_heads", heads)
     if heads and width and "head_dim" not in said:
         said["head_dim"], rest = divmod(width, heads)
-        if rest: raise ValueError(f"no head_dim, and num_attention_heads={heads} does not divide hidden_size={width}")
+        if rest: raise ValueError(f"no head_dim, but hidden_size={width} for num_attention_heads={heads}")
     missing = [key for key in LLAMA_FIELDS.values() if key not in said]
     if missing: raise ValueError(f"the config does not say {', '.join(missing)}")
     return ModelConfig(**{ours: said[key] for ours, key in LLAMA_FIELDS.items()}, rope_theta=rope_base(meta))

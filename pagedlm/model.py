@@ -64,7 +64,7 @@ class Block(nn.Module):
         x, residual = self.norm2(x, residual)
         return self.mlp(x), residual
 
-# %% ../nbs/05_model.ipynb #40a3b3f3
+# %% ../nbs/05_model.ipynb #86b7b18f
 class Transformer(nn.Module):
     "A Llama-like decoder whose weights are still to be loaded"
     def __init__(self,
@@ -104,7 +104,8 @@ class Transformer(nn.Module):
         attn,  # called as attn(layer, qkv, spec)
     ):         # hidden vectors, after the last norm, (T, C)
         x, residual = self.embed(ids), None
-        for layer, block in enumerate(self.blocks): x, residual = block(x, residual, attn, layer, self.specs[layer])
+        for layer, (block, spec) in enumerate(zip(self.blocks, self.specs)):
+            x, residual = block(x, residual, attn, layer, spec)
         return self.norm(x, residual)[0]
 
     def logits(self,
@@ -112,12 +113,13 @@ class Transformer(nn.Module):
     ):           # a score for each id, (R, V)
         return F.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
 
-# %% ../nbs/05_model.ipynb #ed3705d5
+# %% ../nbs/05_model.ipynb #ec3b78d1
 def tiny_config(
     **changes,     # fields to change
 )->ModelConfig:
     "A model small enough to run hundreds of times in a test"
-    tiny = ModelConfig(vocab_size=258, width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, mlp_width=128, max_len=256)
+    tiny = ModelConfig(vocab_size=258, width=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16,
+                       mlp_width=128, max_len=256)
     return replace(tiny, **changes)
 
 # %% ../nbs/05_model.ipynb #34b392e5

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Recorder', 'latency', 'percentile', 'latency_summary', 'Step', 'steps_of', 'svg_steps', 'text_steps', 'tables_at',
-           'svg_blocks', 'text_blocks', 'account']
+           'svg_blocks', 'text_blocks']
 
 # %% ../nbs/30_trace.ipynb #c913c628
 from collections import Counter
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .core import EVENTS
 from .draw import Svg, add_legend, request_color, text_width
 
-# %% ../nbs/30_trace.ipynb #1e7b4070
+# %% ../nbs/30_trace.ipynb #391e3406
 _FIELDS = {name: set(fields) for name, fields in EVENTS.items()}
 
 class Recorder:
@@ -26,15 +26,16 @@ class Recorder:
 
     def __call__(self, name, **fields):
         if fields.keys() != _FIELDS.get(name): raise ValueError(self._what(name, fields))
-        kept = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()} # the sender may change its lists
-        self.events.append((self.clock(), name, kept))
+        for k, v in fields.items():
+            if isinstance(v, list): fields[k] = tuple(v) # its owner may change the list
+        self.events.append((self.clock(), name, fields))
 
     @staticmethod
     def _what(name, fields):
         if name not in EVENTS: return f"event {name!r}, but an event is one of {', '.join(EVENTS)}"
         return f"event {name!r} with {', '.join(fields) or 'nothing'}, but it has {', '.join(EVENTS[name])}"
 
-# %% ../nbs/30_trace.ipynb #64bb11cf
+# %% ../nbs/30_trace.ipynb #83a2245e
 def latency(
     events:list, # of a `Recorder`
 )->dict:         # request -> its times (seconds) and counts; None for what has not happened
@@ -44,8 +45,8 @@ def latency(
         id = f.get("request")
         if name == "arrive":
             begun[id] = t
-            out[id] = dict(queue=None, ttft=None, itl=[], e2e=None, n_prompt=f["n_prompt"], n_output=0, n_cached=None,
-                           n_preempt=0, reason=None)
+            out[id] = dict(queue=None, ttft=None, itl=[], e2e=None, n_prompt=f["n_prompt"], n_output=0,
+                           n_cached=None, n_preempt=0, reason=None)
         if id not in out: continue # no request's event, or of one that came before the recording
         r = out[id]
         if name == "admit" and r["queue"] is None: r["queue"], r["n_cached"] = t - begun[id], f["n_cached"]
@@ -57,7 +58,7 @@ def latency(
         elif name in ("finish", "abort"): r["e2e"], r["reason"] = t - begun[id], f.get("reason", "abort")
     return out
 
-# %% ../nbs/30_trace.ipynb #80c8b612
+# %% ../nbs/30_trace.ipynb #7ee72a36
 def percentile(
     values,   # numbers, in any order
     p:float,  # 0 … 100
@@ -78,10 +79,10 @@ def latency_summary(
     waits = {k: [r[k] for r in rs if r[k] is not None] for k in ("queue", "ttft")}
     waits["itl"] = [x for r in rs for x in r["itl"]]
     waits["e2e"] = [r["e2e"] for r in rs if r["reason"] not in (None, "abort")]
-    mean = lambda xs: sum(xs) / len(xs) if xs else None
-    return {k: dict(n=len(xs), mean=mean(xs), **{f"p{p}": percentile(xs, p) for p in percents}) for k, xs in waits.items()}
+    return {k: dict(n=len(xs), mean=sum(xs) / len(xs) if xs else None,
+                    **{f"p{p}": percentile(xs, p) for p in percents}) for k, xs in waits.items()}
 
-# %% ../nbs/30_trace.ipynb #54249de0
+# %% ../nbs/30_trace.ipynb #887324e9
 class Step(NamedTuple):
     "One step of the engine and what happened around it"
     start:float     # seconds
@@ -111,7 +112,8 @@ def steps_of(
         elif name == "token": known[id] = prompt[id] + f["n_output"]
         elif name in ("finish", "abort"): (steps[-1].ended if steps else ended)[id] = f.get("reason", "abort")
         elif name == "step":
-            works = [(w, n, n == 1 and prompt[w] <= computed[w] >= known[w] - 1) for w, n in f["works"]]
+            works = [(w, n, n == 1 and (w not in prompt or prompt[w] <= computed[w] >= known[w] - 1))
+                     for w, n in f["works"]] # of a request that came before the recording we see only n
             computed.update(dict(f["works"]))
             steps.append(Step(f["start"], t, works, *next_one))
             next_one = [], {}, [], {}
@@ -155,8 +157,8 @@ def _name(id): return f"request {id}" if str(id).isdigit() else str(id)
 
 def _span(r): return str(r[0]) if len(r) == 1 else f"{r[0]}–{r[-1]}" # of a range
 
-# %% ../nbs/30_trace.ipynb #55813780
-_LEGEND = dict(prefill=("input", "prefill: tokens computed"), cached=("cached", "taken from the prefix cache"),
+# %% ../nbs/30_trace.ipynb #e250f133
+_LEGEND = dict(prefill=("input", "prefill: tokens computed"), cached=("cached", "from the prefix cache"),
                decode=("output", "decode: a token each step"), lost=("alert", "preempted"))
 
 def _widths(columns, rows, room): # pixels of the columns that there is room for
@@ -213,7 +215,8 @@ def svg_steps(
                            (bottom + 9, "per step", [steps[r[0]].n_tokens for r in columns])]:
         fig.text(14, y, name, 10, color="muted")
         for a, b, s in zip(xs, xs[1:], words):
-            if text_width(str(s), 8) < b - a: fig.text((a + b) / 2, y, s, 10, "middle", "muted", fit=b - a - 1)
+            if text_width(str(s), 8) >= b - a: continue # better none than an unreadable one
+            fig.text((a + b) / 2, y, s, 10, "middle", "muted", fit=b - a - 1)
     seen = set()
     for i, id in enumerate(shown):
         y = 32 + 26*i
@@ -228,15 +231,16 @@ def svg_steps(
     return fig
 
 def _left_out(n_requests, n_steps): # what a picture does not show, in words
-    more = [f"{n} more {what}{'s' if n > 1 else ''}" for n, what in ((n_requests, "request"), (n_steps, "step")) if n]
+    counts = (n_requests, "request"), (n_steps, "step")
+    more = [f"{n} more {what}{'s' if n > 1 else ''}" for n, what in counts if n]
     return f"not shown: {' and '.join(more)}" if more else ""
 
 def _note(fig, y, text): # at the bottom of a figure; where it ends
     if text: fig.text(14, y + 6, text, 11, color="muted")
     return y + 16 if text else y
 
-# %% ../nbs/30_trace.ipynb #53ce080d
-_COLOR = dict(prefill=34, decode=33, cached=32, lost=31, wait=2, muted=2) # what terminals call blue, yellow, …
+# %% ../nbs/30_trace.ipynb #0fbd99f9
+_COLOR = dict(prefill=34, decode=33, cached=32, lost=31, wait=2, muted=2) # blue, yellow, green, red, faint
 
 def _paint(s, kind, color): return f"\x1b[{_COLOR[kind]}m{s}\x1b[0m" if color and s.strip() else s
 
@@ -281,18 +285,18 @@ def text_steps(
             for c, r in enumerate(head)]
     label = max([len("per step"), *(len(_name(id)) for id in shown)])
     line = lambda name, cells: "  ".join([name.ljust(label), *cells]).rstrip()
+    muted = lambda name, words: _paint(line(name, words), "muted", color)
+    cell = lambda id, c: "".join(_paint(s, kind, color) for s, kind in _words(rows[id].get(c)))
     out = []
     for band in _bands(wide, width - label - 8):
-        muted = lambda name, words: _paint(line(name, [words[c].rjust(wide[c]) for c in band]), "muted", color)
-        out.append(muted("step", [_span(r) for r in head]))
+        out.append(muted("step", [_span(head[c]).rjust(wide[c]) for c in band]))
         for id in shown:
             if not any(c in rows[id] for c in band): continue
-            cells = [" " * (wide[c] - len(text(id, c))) + "".join(_paint(s, k, color) for s, k in _words(rows[id].get(c)))
-                     for c in band]
+            cells = [" " * (wide[c] - len(text(id, c))) + cell(id, c) for c in band]
             c, why = ends.get(id, (-1, ""))
             if c in band: cells[c - band[0] + 1:] = [_paint(why, "muted", color)]
             out.append(line(_name(id), cells))
-        out += [muted(name, words) for name, words in below.items()] + [""]
+        out += [muted(name, [words[c].rjust(wide[c]) for c in band]) for name, words in below.items()] + [""]
     more = _left_out(len(_requests(steps)) - len(shown), sum(map(len, columns[max_columns:])))
     return "\n".join(out + _text_legend(rows, width, color) + ([more] if more else []))
 
@@ -341,7 +345,7 @@ def tables_at(
     for _, name, f in events[:n]: _hold(tables, name, f)
     return tables
 
-# %% ../nbs/30_trace.ipynb #506c61db
+# %% ../nbs/30_trace.ipynb #b00d8783
 def _shared(tables): # blocks with more than one reader
     return {b for b, n in Counter(b for t in tables.values() for b in t).items() if n > 1}
 
@@ -352,7 +356,7 @@ def _pieces(blocks, kind): # [(first, last, kind)…] of blocks that follow each
         else: out.append((b, b, kind(b)))
     return out
 
-def _kinds(tables, n_blocks, cached): # what each block of the pool is: a request's number, "shared", "kept", "free", "null"
+def _kinds(tables, n_blocks, cached): # block -> "null", "free", "kept", "shared" or the number of its reader
     kinds = dict.fromkeys(range(n_blocks), "free")
     kinds.update(dict.fromkeys(cached, "kept"))
     for i, table in enumerate(tables.values()): kinds.update(dict.fromkeys(table, i))
@@ -365,20 +369,21 @@ def _pool_rows(kinds, per_row, max_rows): # ranges of blocks to show, without th
     n = min(max_rows * per_row, -(-(last + 1) // per_row) * per_row, len(kinds))
     return [range(i, min(i + per_row, n)) for i in range(0, n, per_row)], kinds.keys() - set(range(n))
 
-def _rest(kinds, rest): # what the picture of a pool leaves out, in words
-    free = sum(kinds[b] == "free" for b in rest)
-    if not rest: return ""
-    return f"not shown: {len(rest)} more blocks, {'all' if free == len(rest) else free} of them free"
+def _notes(tables, shown, kinds, rest): # what a picture of blocks leaves out, in words
+    n_free = sum(kinds[b] == "free" for b in rest)
+    free = "all" if n_free == len(rest) else n_free
+    pool = f"not shown: {len(rest)} more blocks, {free} of them free" if rest else ""
+    return "; ".join(filter(None, [_left_out(len(tables) - len(shown), 0), pool]))
 
 def _color(kind): # of a block
     if isinstance(kind, int): return request_color(kind)
     return dict(shared="cached", null="paper").get(kind, "free")
 
-def _draw_blocks(fig, x, y, w, blocks, kind, join): # a row of blocks; those that are alike and in a row joined if `join(kind)`
+def _draw_blocks(fig, x, y, w, blocks, kind, join): # a row; like neighbours are one box if `join(kind)`
     for a, b, k in _pieces(blocks, kind):
-        for a, b in [(a, b)] if join(k) else [(c, c) for c in range(a, b + 1)]:
-            wide = (b - a + 1) * w
-            fig.rect(x + 1, y, wide - 2, 22, _color(k), _span(range(a, b + 1)), 11, 2, hatch=k == "kept", dash=k == "null")
+        for piece in [range(a, b + 1)] if join(k) else [range(c, c + 1) for c in range(a, b + 1)]:
+            wide, looks = len(piece) * w, dict(hatch=k == "kept", dash=k == "null")
+            fig.rect(x + 1, y, wide - 2, 22, _color(k), _span(piece), 11, 2, **looks)
             x += wide
 
 def svg_blocks(
@@ -389,17 +394,20 @@ def svg_blocks(
     per_row:int=16,      # blocks
 )->Svg:
     "Block tables, and where their blocks are in the pool"
-    shared, shown, held = _shared(tables), list(tables)[:max_rows], [b for t in tables.values() for b in t]
+    shared, shown = _shared(tables), list(tables)[:max_rows]
+    held = [b for t in tables.values() for b in t]
     w = 12 + text_width(str(max([99, (n_blocks or 1) - 1, *held])), 11)
     left = 24 + max([text_width("pool"), *(text_width(_name(id)) for id in shown)])
     join = lambda kind: kind == "free" or len(held) > 80 # many blocks: what is alike becomes one bar
-    fig = Svg(left + per_row*w + 14, 0, "Block tables", f"{len(tables)} requests, {len(shared)} shared blocks")
+    what = f"{len(tables)} requests hold {len(set(held))} blocks, {len(shared)} of them shared"
+    fig = Svg(left + per_row*w + 14, 0, "Block tables", what)
     y, kinds, rows, rest = 14, {}, [], ()
     for i, id in enumerate(shown):
         table = tables[id] if len(tables[id]) <= per_row else tables[id][:per_row - 2]
         fig.text(14, y + 11, _name(id))
         _draw_blocks(fig, left, y, w, table, lambda b: "shared" if b in shared else i, join)
-        if n := len(tables[id]) - len(table): fig.text(left + len(table)*w + 6, y + 11, f"+ {n}", 11, color="muted")
+        more = len(tables[id]) - len(table)
+        if more: fig.text(left + len(table)*w + 6, y + 11, f"+ {more}", 11, color="muted")
         y += 26
     if n_blocks:
         kinds = _kinds(tables, n_blocks, cached)
@@ -409,14 +417,25 @@ def svg_blocks(
     for blocks in rows:
         _draw_blocks(fig, left, y, w, blocks, kinds.get, join)
         y += 26
-    legend = dict(shared=("cached", "more than one reader"), null=("paper", "null block"), free=("free", "free"),
-                  kept=("free hatched", "free, content kept"))
+    legend = dict(shared=("cached", "more than one reader"), null=("paper", "null block"),
+                  free=("free", "free"), kept=("free hatched", "free, content kept"))
     seen = {*kinds.values()} | ({"shared"} if shared else set())
     if seen: y = add_legend(fig, y + 4, {color: what for k, (color, what) in legend.items() if k in seen}) + 4
-    fig.height = _note(fig, y, "; ".join(filter(None, [_left_out(len(tables) - len(shown), 0), _rest(kinds, rest)]))) + 8
+    fig.height = _note(fig, y, _notes(tables, shown, kinds, rest)) + 8
     return fig
 
-# %% ../nbs/30_trace.ipynb #5f2d66b1
+# %% ../nbs/30_trace.ipynb #f0d31e09
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_SIGNS = dict(shared="#", null="0", kept="+", free="·")
+_SAYS = dict(shared="# more than one reader", null="0 null", kept="+ free, content kept", free="· free")
+
+def _text_table(head, table, shared, width): # lines for one request
+    pieces = _pieces(table, lambda b: "#" if b in shared else "")
+    words = [_span(range(a, b + 1)) + mark for a, b, mark in pieces]
+    lines = wrap(" ".join(words), width - len(head)) or [""]
+    if len(lines) > 3: lines[2:] = [f"… {len(table)} blocks"]
+    return [(" " * len(head) if i else head) + s for i, s in enumerate(lines)]
+
 def text_blocks(
     tables:dict,         # request -> its blocks
     n_blocks:int=None,   # of the pool, with the null block; None: write the tables only
@@ -426,41 +445,20 @@ def text_blocks(
     max_rows:int=16,     # requests, and rows of the pool; the others are counted in a note
 )->str:
     "Block tables, and a letter for each block of the pool"
-    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    shared, shown, out = _shared(tables), list(tables)[:max_rows], []
+    shared, shown, out, kinds, rest = _shared(tables), list(tables)[:max_rows], [], {}, ()
     label = max([len(_name(id)) for id in shown], default=0)
     for i, id in enumerate(shown):
-        words = [_span(range(a, b + 1)) + "#"*hash for a, b, hash in _pieces(tables[id], lambda b: b in shared)]
-        lines = wrap(" ".join(words), width - label - 4) or [""]
-        if len(lines) > 3: lines[2:] = [f"… {len(tables[id])} blocks"]
-        head = f"{letters[i % 52]} {_name(id).ljust(label)}  "
-        out += [(head if not k else " " * len(head)) + s for k, s in enumerate(lines)]
-    note, says = _left_out(len(tables) - len(shown), 0), ["# more than one reader"] if shared else []
+        out += _text_table(f"{_LETTERS[i % 52]} {_name(id).ljust(label)}  ", tables[id], shared, width)
     if n_blocks:
         kinds = _kinds(tables, n_blocks, cached)
-        sign = lambda b: dict(shared="#", kept="+", free="·", null="0").get(kinds[b]) or letters[kinds[b] % 52]
+        sign = lambda b: _SIGNS.get(kinds[b]) or _LETTERS[kinds[b] % 52]
         rows, rest = _pool_rows(kinds, 64 if width >= 72 else 32, max_rows)
-        n = len(str(rows[-1][0]))
-        out += [""] + [f"{'pool' if not r[0] else '':4}  {r[0]:{n}}  {''.join(map(sign, r))}" for r in rows]
-        says += [s for k, s in dict(null="0 null", kept="+ free, content kept", free="· free").items() if k in kinds.values()]
-        note = "; ".join(filter(None, [note, _rest(kinds, rest)]))
-    if color: out = [s.replace("#", _paint("#", "cached", True)).replace("·", _paint("·", "muted", True)) for s in out]
-    return "\n".join(out + ([""] if says else []) + wrap("   ".join(says), width) + wrap(note, width)).lstrip("\n")
-
-# %% ../nbs/30_trace.ipynb #cfa2e3d3
-def account(
-    events:list, # of a `Recorder`
-)->dict:         # counts, tokens per second (None where there was no such step), most blocks in use
-    "What a run did, in a dozen numbers"
-    steps, rs = steps_of(events), latency(events).values()
-    mixed = [s for s in steps if not all(decode for *_, decode in s.works)]
-    pure = [s for s in steps if all(decode for *_, decode in s.works)]
-    rate = lambda n, steps: n / t if (t := sum(s.end - s.start for s in steps)) else None
-    n_prefill = sum(n for s in mixed for _, n, decode in s.works if not decode)
-    return dict(
-        n_requests=len(rs), n_finished=sum(r["reason"] not in (None, "abort") for r in rs),
-        n_prompt=sum(r["n_prompt"] for r in rs), n_cached=sum(r["n_cached"] or 0 for r in rs),
-        n_output=sum(r["n_output"] for r in rs), n_preempt=sum(r["n_preempt"] for r in rs),
-        n_steps=len(steps), seconds=steps[-1].end - steps[0].start if steps else 0,
-        n_prefill=n_prefill, prefill_per_s=rate(n_prefill, mixed),
-        decode_per_s=rate(sum(s.n_tokens for s in pure), pure), peak_blocks=_peak(events)[0])
+        wide = len(str(rows[-1][0]))
+        out.append("")
+        out += [f"{'' if r[0] else 'pool':4}  {r[0]:{wide}}  {''.join(map(sign, r))}" for r in rows]
+    for mark, kind in (("#", "cached"), ("·", "muted")):
+        out = [s.replace(mark, _paint(mark, kind, color)) for s in out]
+    seen = {*kinds.values()} | ({"shared"} if shared else set())
+    says = wrap("   ".join(s for k, s in _SAYS.items() if k in seen), width)
+    notes = wrap(_notes(tables, shown, kinds, rest), width)
+    return "\n".join(out + [""]*bool(says) + says + notes).lstrip("\n")

@@ -6,9 +6,10 @@ from pagedlm.blocks import BlockManager, BlockPool
 from pagedlm.core import EVENTS, ManualClock, SamplingParams, cdiv
 from pagedlm.engine import Engine
 from pagedlm.request import Request, Status
-from pagedlm.scheduler import Policy, Scheduler
+from pagedlm.scheduler import Policy, Scheduler, fcfs
 
-EOS = 0  # of the arithmetic model; its other ids are 1 … 6
+EOS = 0                            # of the arithmetic model; it says 0 … 6
+IDS = 1, 2, 3, 257, 258, 2**32 + 1  # what its prompts are made of
 
 
 # ---- the arithmetic model: like K and V, what it keeps of a token depends on the token and on all before it
@@ -87,7 +88,7 @@ class World:
     "An engine, its clock, its events, its plans, and the requests it was given; checked before and after every step"
     def __init__(self, n_blocks=11, block_size=4, caching=True, run=None, **scheduling):
         self.events, self.plans, self.requests, self.names = [], [], [], count()
-        self.trouble, self.exact = None, True
+        self.since, self.trouble, self.exact = 0, None, True
         self.kept, self.means = {}, {}  # request -> what the model keeps of its tokens; key -> the same of one block
         self.manager = BlockManager(BlockPool(n_blocks, self.emit), block_size, caching)
         scheduling = dict(max_num_seqs=4, max_num_batched_tokens=16) | scheduling
@@ -104,18 +105,20 @@ class World:
         self.check_plan(plan)
         self.engine.clock.advance(1)
         trouble, self.trouble = self.trouble, None
+        self.exact = self.exact and not trouble  # what a failed step took stays in the tables, what it forgot is untold
+        ids = None if trouble == "before" else self.runner(plan)
         if trouble:
-            self.exact = False  # the blocks of the step that failed stay in the tables
-            if trouble == "after":
-                self.runner(plan)
             raise Trouble
-        return self.runner(plan)
+        if self.exact and isinstance(self.runner, FakeRunner):
+            assert set(self.runner.rows) <= set(self.scheduler.by_row), "the runner was not told who is gone"
+        return ids
 
     # what a user does
 
-    def add(self, prompt, eos_ids=(EOS,), salt=None, **params):
+    def add(self, prompt, id=None, eos_ids=(EOS,), salt=None, watch=None, **params):
         params = SamplingParams(**dict(temperature=0, ignore_eos=True) | params)
-        request = self.engine.add(Request(f"r{next(self.names)}", prompt, params, eos_ids, salt=salt))
+        request = Request(id or f"r{next(self.names)}", prompt, params, eos_ids, salt=salt, watch=watch)
+        self.engine.add(request)
         self.requests.append(request)
         return request
 
@@ -154,11 +157,19 @@ class World:
         s, rows = self.scheduler, [w.row for w in plan.works]
         assert plan.n_tokens <= s.max_num_batched_tokens and len(rows) == len(set(rows))
         happened = {name for name, _ in self.events[self.since:]}
-        assert not {"preempt", "admit"} <= happened, "a step that preempted admitted"
+        if "admit" in happened:
+            assert "preempt" not in happened, "a step that preempted admitted"
+            lacks = sum(self.manager.missing(r, len(r.tokens)) for r in s.running.values())
+            assert lacks <= self.manager.pool.n_free, "admitted what does not fit beside the others"
         for w in plan.works:
             r = s.by_row[w.row]
             assert 1 <= w.n <= s.max_chunk and w.start == r.n_computed
             assert w.sample == (w.start + w.n == len(r.tokens))
+            assert plan.n_tokens == s.max_num_batched_tokens or "preempt" in happened \
+                or w.n == min(r.n_missing, s.max_chunk), "budget is left, but not used"
+        assert plan.n_tokens == s.max_num_batched_tokens or set(rows) == set(s.by_row), "budget is left, but not used"
+        if s.policy is fcfs:
+            assert all(r.row in rows for r in s.running.values() if r.n_missing == 1), "a decode waits"
         self.check({w.row: w.start + w.n for w in plan.works})
 
     def check(self, ends={}):
@@ -168,6 +179,7 @@ class World:
         used = {b for table in m.tables.values() for b in table}
         assert 0 not in used and len(used) + m.pool.n_free + 1 == m.pool.n_blocks
         assert set(m.tables) == set(s.running) and len(s.running) <= s.max_num_seqs
+        assert all(r.row is None and not r.n_computed for r in s.waiting)
         assert sorted([*s.rows._free, *s.by_row]) == list(range(s.max_num_seqs))
         for r in s.running.values():
             table, full = m.tables[r.id], r.n_computed//m.block_size
@@ -182,7 +194,7 @@ class World:
         "Each named block holds what its name says, and its readers have the salt of its writer"
         B, memory = self.manager.block_size, self.runner.memory
         for r in self.requests:
-            kept = self.kept[r.id] = remember_all(r.tokens, self.kept.get(r.id, ()))
+            kept = self.kept[r] = remember_all(r.tokens, self.kept.get(r, ()))
             for i, key in enumerate(r.keys):
                 means = self.means.setdefault(key, (r.salt, kept[i*B:(i + 1)*B]))
                 assert means == (r.salt, kept[i*B:(i + 1)*B]), "one name for two contents"
@@ -236,7 +248,7 @@ def random_policy(rnd):
     return Policy(order(), order(), order())
 
 
-def random_prompts(rnd, n, longest, vocab=range(1, 7)):
+def random_prompts(rnd, n, longest, vocab=IDS):
     "Prompts of which many begin alike"
     base = [rnd.choice(vocab) for _ in range(longest)]
     for _ in range(n):
@@ -250,7 +262,7 @@ def random_world(rnd, **fixed):
     rows = rnd.choice([1, 2, 3, 4, 5, 5])
     shape = dict(block_size=rnd.randint(1, 5), n_blocks=rnd.randint(3, 14), max_num_seqs=rows,
                  max_num_batched_tokens=rnd.randint(rows, 16), max_chunk=rnd.choice([None, None, 1, 2, 3]),
-                 caching=rnd.random() < .8)
+                 max_model_len=rnd.choice([None, None, 8, 40, 1000]), caching=rnd.random() < .8)
     return World(**shape | fixed)
 
 
@@ -267,5 +279,10 @@ def sweep(rnd, n, policy=False, **mishaps):
     total = Counter()
     for _ in range(n):
         world = random_world(rnd, **dict(policy=random_policy(rnd)) if policy else {})
-        total += play(world, rnd, random_arrivals(rnd, world), **mishaps).counts()
+        try:
+            world.add([1]*world.scheduler.limit)
+        except ValueError:
+            total += play(world, rnd, random_arrivals(rnd, world), **mishaps).counts()
+        else:
+            raise AssertionError("a prompt that leaves no room for an answer was not refused")
     return total

@@ -48,7 +48,7 @@ def id_lists(vocab_size): # rare and common ids, and the bytes of real character
     some = st.integers(0, vocab_size - 1) | st.integers(max(0, vocab_size - 14), vocab_size - 1)
     return st.lists(some, max_size=24)
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), names, st.booleans())
 def test_stream_is_decode(toks, data, name, skip):
     tok = toks[name]
@@ -63,7 +63,7 @@ def test_stream_is_decode(toks, data, name, skip):
     assert shown + d.finish() == whole
     assert d.finish() == ""
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from(list(INNERS)), st.booleans())
 def test_decode_is_the_librarys(toks, data, name, skip):
     tok = toks[name]
@@ -72,7 +72,7 @@ def test_decode_is_the_librarys(toks, data, name, skip):
     gave_up = any(tok.token(i).startswith("<0x") for i in ids) and "�" in theirs # on a whole run of bytes
     assert gave_up or tok.decode(ids, skip) == theirs
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.text(max_size=30), st.sampled_from(["bytes", "byte_level", "llama", "gemma"]))
 def test_text_survives_and_no_character_is_ever_halved(toks, text, name):
     tok = toks[name]
@@ -87,7 +87,7 @@ def test_text_survives_and_no_character_is_ever_halved(toks, text, name):
         assert whole.startswith(shown)
     assert d.finish() == "" and shown == whole
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.binary(max_size=40), st.lists(st.integers(0, 40), max_size=6))
 def test_any_bytes_in_any_pieces(data, cuts):
     d, cuts = StreamDecoder(ByteTokenizer()), [0, *sorted(cuts), 40]

@@ -1,4 +1,4 @@
-"Reference entries for the names that a module exports, read from its source alone: nothing is imported or run."
+"Reference entries for what a module exports, read from its source alone: nothing is imported or run."
 import ast
 import io
 import re
@@ -14,7 +14,8 @@ def plain(
 )->str:       # the same words as Markdown that shows them, fit for a table cell
     "Escape what Markdown would take for markup, except in `code`"
     parts = re.split(r"(`[^`]*`)", text)
-    return "".join(p if p[:1] == "`" else re.sub(r"([\\*_\[\]<>$])", r"\\\1", p) for p in parts).replace("|", r"\|")
+    escaped = (p if p[:1] == "`" else re.sub(r"([\\*_\[\]<>$])", r"\\\1", p) for p in parts)
+    return "".join(escaped).replace("|", r"\|")
 
 
 def code(
@@ -51,7 +52,8 @@ class Module:
 
     def markdown(self)->str:
         "All entries, functions and classes in the order of the module"
-        nodes = [n for n in self.tree.body if isinstance(n, (*FUNCTION, ast.ClassDef)) and n.name in self.exported]
+        kinds = (*FUNCTION, ast.ClassDef)
+        nodes = [n for n in self.tree.body if isinstance(n, kinds) and n.name in self.exported]
         parts = [self.entry(n) for n in nodes]
         rest = [f"`{name}`" for name in self.exported if name not in {n.name for n in nodes}]
         if rest:
@@ -67,7 +69,8 @@ class Module:
         rows = self.fields(node) if is_class else self.parameters(node)
         names = [r[0] for r in rows if r[0] != "Returns"]
         shown = f"{node.name}({', '.join(names) if len(names) <= 10 else '…'})"
-        lines = [head, "::: {.api}", f"`{kind}{shown}` {link}", plain(ast.get_docstring(node) or ""), table(rows)]
+        told = plain(ast.get_docstring(node) or "")
+        lines = [head, "::: {.api}", f"`{kind}{shown}` {link}", told, table(rows)]
         if is_class:
             lines.append(self.methods(node))
         return "\n\n".join(line for line in lines if line) + "\n\n:::"
@@ -115,11 +118,14 @@ class Module:
             args = ", ".join(r[0] for r in rows if r[0] != "Returns")
             is_property = any(unparse(d).endswith("property") for d in n.decorator_list)
             name = n.name if n.name.startswith("__") else f".{n.name}"
-            told = [plain(ast.get_docstring(n) or "")] + [f"{code(r[0])}: {plain(r[3])}" for r in rows if r[3]]
-            found.append((code(name if is_property else f"{name}({args})"), "<br>".join(t for t in told if t)))
+            told = [plain(ast.get_docstring(n) or "")]
+            told += [f"{code(r[0])}: {plain(r[3])}" for r in rows if r[3]]
+            shown = code(name if is_property else f"{name}({args})")
+            found.append((shown, "<br>".join(t for t in told if t)))
         if not any(told for _, told in found):
             return "Methods: " + ", ".join(name for name, _ in found) if found else ""
-        return "\n".join(["| Method | Meaning |", "|---|---|", *(f"| {name} | {told} |" for name, told in found)])
+        lines = [f"| {name} | {told} |" for name, told in found]
+        return "\n".join(["| Method | Meaning |", "|---|---|", *lines])
 
 
 def unparse(

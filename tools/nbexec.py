@@ -4,8 +4,8 @@ python tools/nbexec.py                               # all of them, two at a tim
 python tools/nbexec.py --fname nbs/00_core.ipynb     # one
 python tools/nbexec.py --check                       # run only: nothing is written
 
-Cells that `nbdev_test` skips (`eval: false`, the flags in `tst_flags`, `nbdev_export()`) are skipped and keep the outputs
-they have. A notebook with an error is left as it was, and the exit code is 1.
+Cells that `nbdev_test` skips (`eval: false`, flags in `tst_flags`, `nbdev_export()`) are skipped and keep the
+outputs they have. A notebook with an error is left as it was, and the exit code is 1.
 """
 import asyncio
 import os
@@ -60,7 +60,7 @@ def quiet_kernels(
     n:int,     # kernels at work at the same time
     folder:str # scratch folder for IPython's and Jupyter's own files
 ):
-    "Settings that kernels inherit: their share of the cores, the same figures at each run, nobody's startup files"
+    "Settings that kernels inherit: a share of the cores, the same figures each time, nobody's startup files"
     threads = str(max(1, (os.cpu_count() or 1) // n))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ.setdefault(name, threads)
@@ -77,8 +77,8 @@ async def run(
 )->tuple:        # seconds, and the error or None
     "Run one notebook"
     nb = nbformat.read(path, as_version=4)
-    client = Client(nb, skip=skip, timeout=timeout, kernel_name="python3", record_timing=False, config=SOCKETS,
-                    resources={"metadata": {"path": str(path.parent)}})
+    client = Client(nb, skip=skip, timeout=timeout, kernel_name="python3", record_timing=False,
+                    config=SOCKETS, resources={"metadata": {"path": str(path.parent)}})
     folder = Path(os.environ["JUPYTER_RUNTIME_DIR"])
     client.create_kernel_manager().connection_file = str(folder/f"{uuid4()}.json")
     start = time.perf_counter()
@@ -116,7 +116,7 @@ def main():
     p.add_argument("--fname", nargs="+", help="notebooks or folders; default: all")
     p.add_argument("--check", action="store_true", help="only run: write nothing")
     p.add_argument("--n", type=int, default=2, help="how many at a time (default 2)")
-    p.add_argument("--flags", default="", help="run the cells with these flags too, though tst_flags has them")
+    p.add_argument("--flags", default="", help="run cells with these flags though tst_flags has them")
     p.add_argument("--timeout", type=int, default=300, help="seconds for each cell (default 300)")
     args = p.parse_args()
     cfg = get_config()
@@ -133,8 +133,8 @@ def main():
         failed = asyncio.run(run_all(paths, n, skip=set(cfg.tst_flags.split()) - set(args.flags.split()),
                                      timeout=args.timeout, store=not args.check))
     done = "ran" if args.check else "ran and stored"
-    print(f"{done} {len(paths) - len(failed)} of {len(paths)} notebooks in {time.perf_counter() - start:.0f} s, "
-          f"{n} at a time")
+    seconds = time.perf_counter() - start
+    print(f"{done} {len(paths) - len(failed)} of {len(paths)} notebooks in {seconds:.0f} s, {n} at a time")
     if failed:
         sys.exit("failed: " + ", ".join(path.name for path in failed))
 

@@ -27,8 +27,8 @@ def run(
     if name == "pytest":
         env.setdefault("OMP_NUM_THREADS", str(max(1, CORES // min(4, CORES)))) # the workers share the cores
     start = time.perf_counter()
-    code = subprocess.run([sys.executable, *STEPS[name][1]], cwd=ROOT, env=env, stdin=subprocess.DEVNULL).returncode
-    return code == 0, time.perf_counter() - start
+    done = subprocess.run([sys.executable, *STEPS[name][1]], cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
+    return done.returncode == 0, time.perf_counter() - start
 
 
 def main(names):

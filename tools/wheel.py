@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
 ALONE = """
 import sys, time
 start = time.perf_counter()
@@ -19,47 +20,64 @@ heavy = sorted({"torch", "transformers", "numpy", "tokenizers"} & set(sys.module
 assert not heavy, f"import pagedlm imports {heavy}"
 assert seconds < .5, f"import pagedlm took {seconds:.2f} s"
 assert pagedlm.SamplingParams(temperature=0).max_tokens == 16
-print(f"import pagedlm {pagedlm.__version__}: {seconds*1000:.0f} ms, without torch, from {pagedlm.__file__}")
+print(f"import pagedlm {pagedlm.__version__}: {seconds*1000:.0f} ms, without torch")
 """
 
 
-def call(*cmd, **kw):
-    "Run a command; stop if it fails"
-    done = subprocess.run([str(c) for c in cmd], stdin=subprocess.DEVNULL, text=True, **kw)
+def call(
+    *cmd, # the command
+    **kw, # for `subprocess.run`
+)->str:   # what it wrote
+    "Run a command and return its output; stop with it if the command fails"
+    cmd = [str(part) for part in cmd]
+    done = subprocess.run(cmd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, **kw)
     if done.returncode:
-        sys.exit(f"{' '.join(str(c) for c in cmd)}\nfailed{': ' + done.stdout if done.stdout else ''}")
-    return done.stdout
+        sys.exit(f"{done.stdout}\nfailed: {' '.join(cmd)}")
+    return done.stdout.strip()
 
 
 def build()->Path:
     "The sdist, and from it the wheel: what the sdist forgets, the wheel lacks"
     shutil.rmtree(ROOT/"dist", ignore_errors=True)
-    call(sys.executable, "-m", "build", "--outdir", ROOT/"dist", ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    call(sys.executable, "-m", "build", "--outdir", ROOT/"dist", ROOT)
     return next((ROOT/"dist").glob("*.whl"))
 
 
-def main():
-    "Build, then try the wheel twice: with nothing else installed, and with this environment's packages"
-    wheel = build()
-    with tempfile.TemporaryDirectory() as folder:
-        away = Path(folder)
-        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-        call(sys.executable, "-m", "venv", away/"bare")
-        pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
-        call(away/"bare"/"bin"/"python", *pip, wheel)
-        print(call(away/"bare"/"bin"/"python", "-c", ALONE, cwd=away, env=env, stdout=subprocess.PIPE).strip())
-        shown = call(away/"bare"/"bin"/"pagedlm", "--version", cwd=away, env=env, stdout=subprocess.PIPE).strip()
-        print(f"pagedlm --version: {shown}")
+def try_bare(
+    wheel:Path, # the wheel
+    away:Path,  # a folder away from the repository
+    env:dict,   # environment variables
+):
+    "In an environment where nothing else is installed, the package must import and tell its version"
+    call(sys.executable, "-m", "venv", away/"bare")
+    call(away/"bare"/"bin"/"python", *PIP, wheel)
+    print(call(away/"bare"/"bin"/"python", "-c", ALONE, cwd=away, env=env))
+    print("pagedlm --version:", call(away/"bare"/"bin"/"pagedlm", "--version", cwd=away, env=env))
 
-        call(sys.executable, *pip, "--target", away/"lib", wheel)
-        env["PYTHONPATH"] = str(away/"lib")
-        where = call(sys.executable, "-c", "import pagedlm.llm as m; print(m.__file__)", cwd=away, env=env,
-                     stdout=subprocess.PIPE).strip()
-        if not where.startswith(str(away/"lib")):
-            sys.exit(f"meant to try the wheel, but got {where}")
-        cmd = (sys.executable, "-m", "pagedlm.cli", "generate", "The capital of France is", "--max-tokens", "4",
-               "--temperature", "0")
-        print("pagedlm generate, from the wheel:\n" + call(*cmd, cwd=away, env=env, stdout=subprocess.PIPE).rstrip())
+
+def try_whole(
+    wheel:Path, # the wheel
+    away:Path,  # a folder away from the repository
+    env:dict,   # environment variables
+):
+    "With this environment's packages, but pagedlm from the wheel, it must answer"
+    call(sys.executable, *PIP, "--target", away/"lib", wheel)
+    env = {**env, "PYTHONPATH": str(away/"lib")}
+    where = call(sys.executable, "-c", "import pagedlm; print(pagedlm.__file__)", cwd=away, env=env)
+    if not where.startswith(str(away/"lib")):
+        sys.exit(f"meant to try the wheel, but got {where}")
+    command = (sys.executable, "-c", "from pagedlm.cli import main; main()")
+    print(call(*command, "generate", "The capital of France is", "--max-tokens", "4", cwd=away, env=env))
+
+
+def main():
+    "Build, then try the wheel bare and whole"
+    wheel = build()
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    with tempfile.TemporaryDirectory() as folder:
+        try_bare(wheel, Path(folder), env)
+        try_whole(wheel, Path(folder), env)
     print(f"{wheel.relative_to(ROOT)} works without the repository")
 
 

@@ -1,0 +1,101 @@
+"""Who tests the tests? One-line bugs, put into a copy of the package: a short random sweep must catch each"""
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+MODULES = "__init__", "core", "blocks", "request", "scheduler", "engine"
+MUTANTS = {
+    "a hit leaves no token to compute": ("blocks", "(len(request.tokens) - 1)//", "len(request.tokens)//"),
+    "admission forgets that hits leave the free list": ("blocks", "n_new + n_revived + reserved", "n_new + reserved"),
+    "admission forgets what is owed to others": ("blocks", "n_new + n_revived + reserved", "n_new + n_revived"),
+    "a shared block stays on the free list": ("blocks", "self.free.pop(b, None)", "pass"),
+    "a reader more is not counted": ("blocks", "self.refs[b] += 1", "pass"),
+    "free while others read": ("blocks", "if self.refs[b]: continue", "pass"),
+    "a block keeps its name when it is used anew": ("blocks", "if self.keys[block] is not None:", "if False:"),
+    "a name moves to the block that got it last": ("blocks", "if key not in self.named: ", ""),
+    "a name forgets what came before": ("blocks", "blake2b(before + ids.tobytes()", "blake2b(ids.tobytes()"),
+    "a name keeps 32 bits of an id": ("blocks", "array(\"q\", tokens[i*block_size:(i+1)*block_size])",
+                                      "array(\"q\", [t & 2**32 - 1 for t in tokens[i*block_size:(i+1)*block_size]])"),
+    "salts share": ("blocks", "else _root(salt)", "else b\"\""),
+    "named before it is full": ("blocks", "n = n_computed//self.block_size", "n = len(request.tokens)//self.block_size"),
+    "the last free block is never handed out": ("blocks", "if n > self.n_free", "if n >= self.n_free"),
+    "a block too few": ("blocks", "max(0, cdiv(n_tokens, self.block_size)", "max(0, cdiv(n_tokens - 1, self.block_size)"),
+    "a block too many": ("blocks", "max(0, cdiv(n_tokens, self.block_size)", "max(0, cdiv(n_tokens + 1, self.block_size)"),
+    "caching cannot be turned off": ("blocks", "if not self.caching or n <=", "if n <="),
+    "the runner's table shares the manager's list": ("blocks", "+= new", "= new"),
+    "ignore_eos is ignored": ("request", "frozenset() if params.ignore_eos else ", ""),
+    "one token more than fits": ("request", "len(self.tokens) >= limit", "len(self.tokens) > limit"),
+    "one token more than asked for": ("request", "self.n_output == self.params", "self.n_output - 1 == self.params"),
+    "progress survives preemption": ("scheduler", "r.n_computed, r.n_preempted = Status.WAITING, 0,",
+                                     "r.n_computed, r.n_preempted = Status.WAITING, r.n_computed,"),
+    "what was cached is computed again": ("scheduler", "Status.RUNNING, n_cached", "Status.RUNNING, 0"),
+    "every chunk samples": ("scheduler", "tuple(new), end == known)", "tuple(new), True)"),
+    "a chunk too long by one": ("scheduler", "end, known = r.n_computed + n,", "n += n > 1; end, known = r.n_computed + n,"),
+    "the last id stands for any single id": ("scheduler", "n == 1 and end == known and r.n_output", "n == 1 and r.n_output"),
+    "a victim's work stays in the plan": ("scheduler", "works.pop(victim.id).n if", "works[victim.id].n if"),
+    "a victim's tokens are lost to the budget": ("scheduler", "works.pop(victim.id).n if", "works.pop(victim.id).n*0 if"),
+    "a victim of this step is planned": ("scheduler", "r.status is not Status.RUNNING or not left", "not left"),
+    "no budget, no end": ("scheduler", "r.status is not Status.RUNNING or not left", "r.status is not Status.RUNNING"),
+    "a step that preempted admits": ("scheduler", "if not preempted: ", ""),
+    "a row too many": ("scheduler", "len(self.running) < self.max_num_seqs", "len(self.running) <= self.max_num_seqs"),
+    "chunks before decodes": ("scheduler", "r.n_missing > 1)", "r.n_missing == 1)"),
+    "who ends keeps its blocks": ("scheduler", "self.manager.release(r)", "pass"),
+    "who ends keeps its row": ("scheduler", "self._free.append(r.row)", "pass"),
+    "gone rows are not told": ("scheduler", "gone, self._gone = self._gone, []", "gone = []"),
+    "new blocks are told twice": ("scheduler", "works[id]._replace(new_blocks=())", "works[id]"),
+    "the newest id is not told": ("scheduler", "Admit(r.row, tuple(r.tokens)", "Admit(r.row, tuple(r.tokens[:-1])"),
+    "nothing is sent again": ("scheduler", "self._untold.update(self.running)", "pass"),
+    "one token is computed for ever": ("scheduler", "r.n_computed = w.start + w.n", "r.n_computed = w.start + w.n - w.sample"),
+    "nothing is ever named": ("scheduler", "self.manager.name_full(r, r.n_computed)", "pass"),
+    "the longest sequence is longer than the pool": ("scheduler", "min(self.max_model_len, manager.capacity)",
+                                                     "self.max_model_len"),
+    "a prompt that leaves no room": ("scheduler", "if r.n_prompt >= self.limit", "if r.n_prompt > self.limit"),
+    "a failed step is not sent again": ("engine", "self.scheduler.resend()", "pass"),
+}
+
+
+def quick_check():
+    "A sweep in little: it must fail on each mutant, and run to its end on the real thing"
+    from common import sweep
+    total = sweep(Random(1), 120, p_lose=.1, p_fail=.1, p_abort=.02)
+    total += sweep(Random(2), 120)
+    total += sweep(Random(3), 120, policy=True)
+    assert total["share"] > 200 and total["preempt"] > 100 and total["evict"] > 500
+
+
+def check_copy(folder, module=None, old="", new=""):
+    "`quick_check` in a Python that imports a copy of the package, with one change"
+    import pagedlm
+    copy = folder/"pagedlm"
+    copy.mkdir()
+    for name in MODULES:
+        shutil.copy(Path(pagedlm.__file__).parent/f"{name}.py", copy)
+    if module:
+        source = (copy/f"{module}.py").read_text(encoding="utf-8")
+        assert source.count(old) == 1, f"{module}.py has changed: this mutant needs a new line to break"
+        (copy/f"{module}.py").write_text(source.replace(old, new), encoding="utf-8")
+    env = os.environ | dict(PYTHONPATH=str(folder), PYTHONDONTWRITEBYTECODE="1")
+    return subprocess.run([sys.executable, __file__, str(copy)], env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_the_check_passes_what_is_right(tmp_path):
+    done = check_copy(tmp_path)
+    assert not done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("bug", MUTANTS)
+def test_mutant_is_caught(bug, tmp_path):
+    done = check_copy(tmp_path, *MUTANTS[bug])
+    assert done.returncode == 1 and "SyntaxError" not in done.stderr, "nobody noticed"
+    print(done.stderr.strip().splitlines()[-1])  # what noticed it: read with `pytest -s`
+
+
+if __name__ == "__main__":
+    import pagedlm
+    assert Path(pagedlm.__file__).parent == Path(sys.argv[1])
+    quick_check()
