@@ -94,7 +94,7 @@ class Rows:
         gone, self._gone = self._gone, []
         return Plan(sorted(admitted), list(works.values()), gone)
 
-# %% ../nbs/21_scheduler.ipynb #908b7b3b
+# %% ../nbs/21_scheduler.ipynb #f03ea481
 class Scheduler:
     "Who computes how many tokens in this step: computed tokens catch up with known ones, prompt or output"
     def __init__(self,
@@ -119,8 +119,8 @@ class Scheduler:
         for name in ("max_num_seqs", "max_model_len", "max_chunk"):
             if (n := getattr(self, name)) < 1: raise ValueError(f"{name}={n}, but it must be at least 1")
         if (n := self.max_num_batched_tokens) < self.max_num_seqs:
-            raise ValueError(f"max_num_batched_tokens={n}, but each of max_num_seqs={self.max_num_seqs} running "
-                             "requests needs a token in each step")
+            raise ValueError(f"max_num_batched_tokens={n}, but max_num_seqs={self.max_num_seqs} requests "
+                             "need a token each in every step")
 
     def __len__(self)->int: return len(self.waiting) + len(self.running)
 

@@ -11,7 +11,7 @@ from codecs import getincrementaldecoder
 from functools import lru_cache
 from pathlib import Path
 
-# %% ../nbs/01_tokenizer.ipynb #82d20732
+# %% ../nbs/01_tokenizer.ipynb #ce5e8d59
 class ByteTokenizer:
     "One token per byte: ids 0 … 255, then `<bos>` and `<eos>`; the methods of `Tokenizer`"
     vocab_size, bos_id, eos_ids, special_ids, chat_template = 258, 256, (257,), frozenset((256, 257)), None
@@ -33,9 +33,10 @@ class ByteTokenizer:
         "Ids to text; bytes that are no UTF-8 become `�`"
         return _join(self, ids, skip_special_tokens)
 
-    def chat(self, messages, add_generation_prompt:bool=True, **kw)->str:
-        "Refused: a byte tokenizer knows no roles"
-        raise ValueError("the byte tokenizer has no chat template")
+    def chat(self, messages, add_generation_prompt:bool=True, chat_template:str=None, **kw)->str:
+        "Only with a `chat_template`: a byte tokenizer knows no roles of its own"
+        if not chat_template: raise ValueError("the byte tokenizer has no chat template; pass chat_template=…")
+        return render_chat(chat_template, messages, add_generation_prompt, **kw)
 
 def _join(tokenizer, ids, skip_special_tokens):
     ids = [i for i in map(int, ids) if not (skip_special_tokens and i in tokenizer.special_ids)]
@@ -142,7 +143,7 @@ def _id_of(inner, token, path):
     if isinstance(i, int) and not isinstance(i, bool) and i >= 0: return i
     raise ValueError(f"{path} lists the special token {token!r}, which is not in its vocabulary")
 
-# %% ../nbs/01_tokenizer.ipynb #9ee237fd
+# %% ../nbs/01_tokenizer.ipynb #a4b032af
 class Tokenizer:
     "Text to ids and back, over a `tokenizer.json`"
     def __init__(
@@ -188,10 +189,11 @@ class Tokenizer:
         "Ids to text; bytes that are no UTF-8 become `�`"
         return _join(self, ids, skip_special_tokens)
 
-    def chat(self, messages, add_generation_prompt:bool=True, **kw)->str:
+    def chat(self, messages, add_generation_prompt:bool=True, chat_template:str=None, **kw)->str:
         "Messages as the text that the model was trained on; encode it with `add_special_tokens=False`"
-        if not self.chat_template: raise ValueError(f"{self.path} has no chat template; pass chat_template=…")
-        return render_chat(self.chat_template, messages, add_generation_prompt, **{**self.names, **kw})
+        template = chat_template or self.chat_template
+        if not template: raise ValueError(f"{self.path} has no chat template; pass chat_template=…")
+        return render_chat(template, messages, add_generation_prompt, **{**self.names, **kw})
 
 # %% ../nbs/01_tokenizer.ipynb #237176a2
 @lru_cache(maxsize=8)

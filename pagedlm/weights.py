@@ -345,17 +345,14 @@ def open_source(
     if pickles: raise ValueError(f"{path}: {some(pickles)}: loading a pickle can run any program; {expected}")
     raise ValueError(f"{path}: {expected}")
 
-# %% ../nbs/08_weights.ipynb #36665295
+# %% ../nbs/08_weights.ipynb #9f74b9d9
 @torch.no_grad()
-def _fill(param, recipe, source):
-    "Copy the recipe's tensors into their rows of one parameter"
-    start = 0
-    for name, rows in recipe.items():
-        tensor, expected = source.tensor(name), (rows, *param.shape[1:])
-        if tuple(tensor.shape) != expected:
-            raise ValueError(f"{source.path}: {name} has {tuple(tensor.shape)}, the config wants {expected}")
-        param[start:start + rows].copy_(tensor)
-        start += rows
+def _fill(rows, source, name):
+    "Copy one tensor into rows of a parameter"
+    tensor = source.tensor(name)
+    if tensor.shape != rows.shape:
+        raise ValueError(f"{source.path}: {name} has {tuple(tensor.shape)}, the config wants {tuple(rows.shape)}")
+    rows.copy_(tensor)
 
 def _spare_head(family, config, source)->set:
     "A head that is stored although it is tied"
@@ -365,7 +362,7 @@ def _spare_head(family, config, source)->set:
     if torch.equal(source.tensor(head), source.tensor(embed)): return {head}
     raise ValueError(f"{source.path}: tie_word_embeddings is true, but {head} differs from {embed}")
 
-# %% ../nbs/08_weights.ipynb #04a37d23
+# %% ../nbs/08_weights.ipynb #48feb5bc
 def load_into(
     model,   # a `Transformer`
     source,  # see `open_source`
@@ -381,7 +378,8 @@ def load_into(
     params = dict(model.named_parameters())
     odd = params.keys() ^ recipes.keys()
     if odd: raise ValueError(f"in the model or in the recipes of {family.name}, but not in both: {some(odd)}")
-    for name, param in params.items(): _fill(param, recipes[name], source)
+    for ours, recipe in recipes.items():
+        for rows, name in zip(params[ours].split(list(recipe.values())), recipe): _fill(rows, source, name)
 
 # %% ../nbs/08_weights.ipynb #014ec1f7
 DTYPES = dict(float64=torch.float64, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
