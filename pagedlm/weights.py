@@ -275,7 +275,7 @@ def _gguf_tokenizer(source)->Path:
         with whole_file(path) as f: f.write(text.encode())
     return path
 
-# %% ../nbs/08_weights.ipynb #3791f60b
+# %% ../nbs/08_weights.ipynb #76b04224
 class GGUFSource:
     "One .gguf file: config, vocabulary and weights, which are unpacked when asked for"
     def __init__(self, path):
@@ -317,12 +317,12 @@ class GGUFSource:
 
     def tensor(self, name):
         t = self.tensors[name]
-        try: x = np.require(dequantize(t.data, t.tensor_type), np.float32, "W")
-        except NotImplementedError:
-            raise ValueError(f"{self.path}: {t.name}: cannot unpack {t.tensor_type.name}") from None
-        if not name.endswith(self.family.permuted): return torch.from_numpy(x)
         heads = "num_key_value_heads" if name.endswith("k_proj.weight") else "num_attention_heads"
-        return unpermute(torch.from_numpy(x), self.meta[heads])
+        try:
+            x = torch.from_numpy(np.require(dequantize(t.data, t.tensor_type), np.float32, "W"))
+            return unpermute(x, self.meta[heads]) if name.endswith(self.family.permuted) else x
+        except (NotImplementedError, ValueError) as e:
+            raise ValueError(f"{self.path}: {t.name}, stored as {t.tensor_type.name}: {e}") from None
 
     def tokenizer(self)->Tokenizer:
         said = lambda key: self.fields.get(f"tokenizer.{key}")

@@ -242,13 +242,14 @@ def play(world, rnd, arrivals, p_abort=0, p_lose=0, p_fail=0, patience=3000):
 # ---- chance
 
 def random_policy(rnd):
-    "Three orders that are total, arbitrary, and (sometimes) of a new mind at every look"
+    "Three arbitrary orders, some of a new mind at every look; often who is planned first is also the first to yield"
     def order():
         if rnd.random() < .3:
             return lambda r: rnd.random()
         by_number = [rnd.random() for _ in range(64)]
         return lambda r: by_number[r.number % 64]
-    return Policy(order(), order(), order())
+    victim = order()
+    return Policy(order(), victim, rnd.choice([victim, order()]))
 
 
 def random_prompts(rnd, n, longest, vocab=IDS):
@@ -260,20 +261,20 @@ def random_prompts(rnd, n, longest, vocab=IDS):
         yield base[:k] + [rnd.choice(vocab) for _ in range(size - k)]
 
 
-def random_world(rnd, **fixed):
+def random_world(rnd, kind=World, **fixed):
     "An engine of random shape, its pool often too small for all who come"
-    rows = rnd.choice([1, 2, 3, 4, 5, 5])
+    rows = rnd.choice([1, 2, 3, 4, 5, 6])
     shape = dict(block_size=rnd.randint(1, 5), n_blocks=rnd.randint(3, 14), max_num_seqs=rows,
                  max_num_batched_tokens=rows + rnd.choice([0, 0, 1, 3, 8]), max_chunk=rnd.choice([None, None, 1, 2, 3]),
                  max_model_len=rnd.choice([None, None, 8, 40, 1000]), caching=rnd.random() < .8)
-    return World(**shape | fixed)
+    return kind(**shape | fixed)
 
 
-def random_arrivals(rnd, world, n=8):
+def random_arrivals(rnd, world, n=8, vocab=IDS, **fixed):
     "What to `add` to it"
     return [dict(prompt=prompt, max_tokens=rnd.choice([None, 1, 2, 5, 12, 20]), ignore_eos=rnd.random() < .5,
-                 salt=rnd.choice([None, None, None, "salt"]))
-            for prompt in random_prompts(rnd, rnd.randint(1, n), min(24, world.scheduler.limit - 1))
+                 salt=rnd.choice([None, None, None, "salt"]), **fixed)
+            for prompt in random_prompts(rnd, rnd.randint(1, n), min(24, world.scheduler.limit - 1), vocab)
             if world.scheduler.limit > 1]
 
 

@@ -62,6 +62,8 @@ MUTANTS = {
 def quick_check():
     "A sweep in little: it must fail on each mutant, and run to its end on the real thing"
     from common import sweep
+    from test_scheduler import test_a_victim_gives_its_tokens_back as story
+    story()
     total = sweep(Random(1), 120, p_lose=.1, p_fail=.1, p_abort=.02)
     total += sweep(Random(2), 120)
     total += sweep(Random(3), 120, policy=True)

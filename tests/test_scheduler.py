@@ -116,6 +116,18 @@ def test_the_youngest_yields_and_the_oldest_comes_back_first():
                      "finishr1", "admitr3", "finishr3", "finishr2"]
 
 
+def test_a_victim_gives_its_tokens_back():
+    "Planned as v, d, e, then f: e takes the last of a budget of 4, v yields to it, and f runs on what v gives back"
+    w = World(n_blocks=12, max_num_batched_tokens=4, caching=False, policy=Policy(
+        order=lambda r: r.number, victim=lambda r: r.id != "v", mix=lambda r: "vdef".index(r.id)))
+    for id, n in zip("dvfe", (1, 1, 1, 20)):
+        w.add([1]*n, id=id, max_tokens=9)
+    while not w.counts()["preempt"]:
+        w.step()
+    assert [f["works"] for name, f in w.events if name == "step"][-1] == [("d", 1), ("e", 2), ("f", 1)]
+    w.drain().check_done()
+
+
 # ---- prefix cache
 
 @pytest.mark.parametrize("n_prompt", [1, 3, 4, 5, 7, 8, 9, 12])
