@@ -69,7 +69,7 @@ _RULES = dict( # field -> (is it right?, what it must be)
     ignore_eos=(lambda x: isinstance(x, bool), "True or False"),
     stop_token_ids=(_ids, "None or several token ids, whole numbers of at least 0"))
 
-# %% ../nbs/00_core.ipynb #59720a4d
+# %% ../nbs/00_core.ipynb #0daaa7e0
 @dataclass(frozen=True)
 class SamplingParams:
     "How to choose the next token and when to stop: vLLM's names and defaults"
@@ -112,6 +112,10 @@ class SamplingParams:
                     raise ValueError(f"SamplingParams: {f.name}={x!r} is not supported yet")
             elif not _RULES[f.name][0](x):
                 raise ValueError(f"SamplingParams: {f.name}={x!r}, but it must be {_RULES[f.name][1]}")
+
+    def __repr__(self):
+        values = ((f, getattr(self, f.name)) for f in fields(self))
+        return f"SamplingParams({', '.join(f'{f.name}={x!r}' for f, x in values if x != f.default)})"
 
     @property
     def greedy(self)->bool: return self.temperature < 1e-5 # vLLM's threshold

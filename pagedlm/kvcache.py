@@ -8,7 +8,7 @@ __all__ = ['Contiguous', 'slots_of', 'KVCache']
 # %% ../nbs/11_kvcache.ipynb #4d38f0a2
 import torch
 
-# %% ../nbs/11_kvcache.ipynb #f6f12ce1
+# %% ../nbs/11_kvcache.ipynb #84de1337
 class Contiguous:
     "Slots handed out in one piece per request, first fit: how engines did it before blocks"
     def __init__(self,
@@ -35,7 +35,8 @@ class Contiguous:
     def write(self, request, n:int):
         "Use n more slots of a slab"
         used, reserved = self.used[request] + n, self.slabs[request][1]
-        if used > reserved: raise ValueError(f"request {request!r} needs {used} slots, but its slab has {reserved}")
+        if used > reserved:
+            raise ValueError(f"request {request!r} needs {used} slots, but its slab has {reserved}")
         self.used[request] = used
 
     def free(self, request): del self.slabs[request], self.used[request]
@@ -56,7 +57,7 @@ def slots_of(
     "Where positions `start … start+n` of a request live in the cache"
     return [table[p // B] * B + p % B for p in range(start, start + n)]
 
-# %% ../nbs/11_kvcache.ipynb #54f31af4
+# %% ../nbs/11_kvcache.ipynb #952cc0d6
 class KVCache:
     "Keys and values of all layers, in blocks; written only by a back-end's `store`"
     def __init__(self,
@@ -66,11 +67,11 @@ class KVCache:
         dtype=torch.float32,
         device=None,
     ):
-        if n_blocks < 2: raise ValueError(f"n_blocks={n_blocks}, but it must be at least 2: block 0 holds no tokens")
+        if n_blocks < 2: raise ValueError(f"n_blocks={n_blocks}, but it must be at least 2: block 0 is empty")
         if block_size < 1: raise ValueError(f"block_size={block_size}, but it must be at least 1")
         self.n_blocks, self.block_size = n_blocks, block_size
         shape = config.n_layers, n_blocks, block_size, config.n_kv_heads, config.head_dim
-        self.k = torch.empty(shape, dtype=dtype, device=device) # (L, N, B, Hk, D), not zeroed: until written, it costs nothing
+        self.k = torch.empty(shape, dtype=dtype, device=device) # (L, N, B, Hk, D); free of cost until written
         self.v = torch.empty(shape, dtype=dtype, device=device)
 
     @property

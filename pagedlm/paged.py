@@ -19,7 +19,7 @@ from .core import cdiv
 from .kvcache import KVCache
 from .layers import rope
 
-# %% ../nbs/13_paged.ipynb #16269ad7
+# %% ../nbs/13_paged.ipynb #8db2167c
 class AttnMeta(NamedTuple):
     "Where the tokens of one step stand"
     block_tables:torch.Tensor # physical blocks of each request, padded with the null block 0, (R, M) int32
@@ -29,9 +29,9 @@ class AttnMeta(NamedTuple):
     positions:torch.Tensor    # of each new token in its sequence, (T,) int64
     q_lens:list               # new tokens of each request, R ints
     kv_lens:list              # `seq_lens` for the host, R ints
-    tiles:object = None       # how a back-end cuts this step, if it wants to know: made once, used by all layers
+    tiles:object = None       # how a back-end cuts this step, if it wants to: made once, used by all layers
 
-# %% ../nbs/13_paged.ipynb #a74d54b2
+# %% ../nbs/13_paged.ipynb #68cd226e
 def paged_reference(
     spec,       # an `AttnSpec`
     layer:int,  # whose keys and values
@@ -41,13 +41,14 @@ def paged_reference(
 ):              # (T, H·D)
     "Attention through block tables, one request after the other"
     (k, v), B, o = cache.flat(layer), cache.block_size, torch.empty_like(q)
-    for table, t, T, S in zip(meta.block_tables.long(), accumulate([0, *meta.q_lens]), meta.q_lens, meta.kv_lens):
+    starts = accumulate([0, *meta.q_lens])
+    for table, t, T, S in zip(meta.block_tables.long(), starts, meta.q_lens, meta.kv_lens):
         p = torch.arange(S, device=q.device)
         slots = table[p // B] * B + p % B                                     # `slots_of` with tensors
         o[t:t + T] = attend(q[t:t + T], k[slots].to(q.dtype), v[slots].to(q.dtype), p[S - T:], spec.scale)
     return o.flatten(1)
 
-# %% ../nbs/13_paged.ipynb #5ee76af3
+# %% ../nbs/13_paged.ipynb #8cc1c1c8
 class Backend:
     "Readable paged attention, and the interface of all faster ones"
     def new_cache(self, config, n_blocks, block_size, dtype, device=None):
@@ -62,7 +63,8 @@ class Backend:
         x, H, Hk = qkv.unflatten(-1, (-1, spec.head_dim)), spec.n_heads, spec.n_kv_heads
         q, k = rope(x[:, :H + Hk], spec.rope, meta.positions).split([H, Hk], 1)
         slots = meta.slots.long().clamp(min=0) # -1 becomes a slot of the null block, which nobody reads
-        for pool, new in zip(cache.flat(layer), (k, x[:, H + Hk:])): pool.index_copy_(0, slots, new.to(pool.dtype))
+        for pool, new in zip(cache.flat(layer), (k, x[:, H + Hk:])):
+            pool.index_copy_(0, slots, new.to(pool.dtype))
         return q
 
     def attend(self, spec, layer, q, cache, meta):
@@ -83,13 +85,13 @@ class Paged:
         q = self.backend.store(spec, layer, self.cache, qkv, self.meta)
         return self.backend.attend(spec, layer, q, self.cache, self.meta)
 
-# %% ../nbs/13_paged.ipynb #429dd816
+# %% ../nbs/13_paged.ipynb #1ddc60a6
 class Tile(NamedTuple):
     "A part of a step's attention that one call computes"
-    queries:object        # which of the T: an index (g,) of single tokens of g requests, or the slice of one chunk
+    queries:object        # which of the T: an index (g,) of one token each of g requests, or a chunk's slice
     blocks:torch.Tensor   # what to gather, request after request, (g·m,) int64
     S:int                 # keys of the longest request
-    visible:object = None # may this query see that key? (g, 1, 1, S) or (T, S) bool; None: all, or plain causal
+    visible:object = None # may this query see that key? (g, 1, 1, S) or (T, S) bool; None: plain causal
     pads:object = None    # gathered slots beyond a request's end; None: no request is shorter than the others
 
 def gather(
@@ -99,7 +101,7 @@ def gather(
     "Copy each request's blocks side by side, and zero what is not its own"
     g = 1 if isinstance(tile.queries, slice) else len(tile.queries)
     x = pool.flatten(1).index_select(0, tile.blocks).view(-1, *pool.shape[2:]) # (g·m·B, Hk, D)
-    if tile.pads is not None: x.index_fill_(0, tile.pads, 0)                   # may be NaN, and 0 x NaN is NaN
+    if tile.pads is not None: x.index_fill_(0, tile.pads, 0) # may be NaN, and 0 x NaN is NaN
     return x.unflatten(0, (g, -1))[:, :tile.S]
 
 # %% ../nbs/13_paged.ipynb #10a7a1ba
@@ -127,18 +129,19 @@ def attend_chunk(
     o = sdpa(q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale)
     return o.permute(2, 0, 1, 3).flatten(1, 2)
 
-# %% ../nbs/13_paged.ipynb #fdc2fdc1
+# %% ../nbs/13_paged.ipynb #0ad25251
 class TorchBackend(Backend):
     "PyTorch's own attention: single tokens in padded groups, chunks one by one"
     def __init__(self,
-        group_bytes:int=None, # keys and values to gather at a time; None: 8 MiB on a CPU, to stay in its cache, else 1 GiB
+        group_bytes:int=None, # keys and values to gather at once; None: 8 MiB on a CPU (its cache), else 1 GiB
     ):
         self.group_bytes = group_bytes
 
     def tiles(self, cache, meta):
         tables, starts = meta.block_tables.long(), list(accumulate([0, *meta.q_lens]))
-        singles, chunks = ([r for r, n in enumerate(meta.q_lens) if (n > 1) == many and n] for many in (False, True))
-        return ([self._singles(rows, starts, tables, cache, meta) for rows in self._groups(singles, cache, meta)]
+        singles = self._groups([r for r, n in enumerate(meta.q_lens) if n == 1], cache, meta)
+        chunks = [r for r, n in enumerate(meta.q_lens) if n > 1]
+        return ([self._singles(rows, starts, tables, cache, meta) for rows in singles]
                 + [self._chunk(r, starts[r], tables, cache, meta) for r in chunks])
 
     def _groups(self, rows, cache, meta): # like lengths together, as many as the limit allows, at least one
@@ -155,14 +158,16 @@ class TorchBackend(Backend):
         S, m = int(lens[-1]), cdiv(int(lens[-1]), cache.block_size)
         tile = Tile(torch.tensor([starts[r] for r in rows], device=at), tables[rows, :m].flatten(), S)
         if lens[0] == S: return tile
-        own = torch.arange(m * cache.block_size) < lens[:, None]              # (g, m·B)
-        return tile._replace(visible=own[:, None, None, :S].to(at), pads=(~own).flatten().nonzero()[:, 0].to(at))
+        own = torch.arange(m * cache.block_size) < lens[:, None] # (g, m·B)
+        pads = (~own).flatten().nonzero()[:, 0]
+        return tile._replace(visible=own[:, None, None, :S].to(at), pads=pads.to(at))
 
     def _chunk(self, r, start, tables, cache, meta):
         T, S, at = meta.q_lens[r], meta.kv_lens[r], tables.device
         tile = Tile(slice(start, start + T), tables[r, :cdiv(S, cache.block_size)], S)
         if T == S: return tile
-        return tile._replace(visible=torch.ones(T, S, dtype=torch.bool, device=at).tril_(S - T)) # query t is at S-T+t
+        visible = torch.ones(T, S, dtype=torch.bool, device=at).tril_(S - T) # query t is at position S-T+t
+        return tile._replace(visible=visible)
 
     def attend(self, spec, layer, q, cache, meta):
         o = torch.empty_like(q)
@@ -172,13 +177,14 @@ class TorchBackend(Backend):
             o[tile.queries] = part(q[tile.queries], k, v, tile.visible, spec.scale)
         return o.flatten(1)
 
-# %% ../nbs/13_paged.ipynb #57795771
-backends = {"torch": "pagedlm.paged:TorchBackend", "reference": "pagedlm.paged:Backend"} # name -> "module:Class"
+# %% ../nbs/13_paged.ipynb #114c865b
+backends = dict(torch="pagedlm.paged:TorchBackend", reference="pagedlm.paged:Backend") # "module:Class"
 
 def load_backend(
     name:str,  # a key of `backends`
 )->Backend:
     "Import a back-end's module and make one"
-    if name not in backends: raise ValueError(f"attention back-end {name!r} is not one of {', '.join(sorted(backends))}")
+    if name not in backends:
+        raise ValueError(f"attention back-end {name!r} is not one of {', '.join(sorted(backends))}")
     module, kind = backends[name].split(":")
     return getattr(import_module(module), kind)()

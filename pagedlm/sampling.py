@@ -10,7 +10,7 @@ import torch
 
 from .attention import Dense
 
-# %% ../nbs/10_sampling.ipynb #54ddac9f
+# %% ../nbs/10_sampling.ipynb #3a2b126f
 GREEDY = 1e-5 # temperatures below are greedy
 
 def _settings(V, temperature, top_k, top_p, min_p, device=None):
@@ -20,38 +20,39 @@ def _settings(V, temperature, top_k, top_p, min_p, device=None):
     return t, k.where((k > 0) & (k < V), V), p, m
 
 def _below(logits, t, m):
-    "How far each token is below the best, in nats, after temperature; inf if banned or cut by min_p, (R, V) float32"
+    "Each token's distance below the best, in nats, after temperature; inf if banned or cut by min_p, (R, V)"
     x = logits.float()
     d = (x.amax(-1, keepdim=True) - x).div_(t[:, None])
     return d.masked_fill_(d > -m.log()[:, None], torch.inf) if (m > 0).any() else d
 
-# %% ../nbs/10_sampling.ipynb #5dee3d81
+# %% ../nbs/10_sampling.ipynb #1646af5d
 def _nearest(d, K):
-    "The K tokens nearest to the best, of equally near ones the lowest id first: (ids, distances), both (R, K)"
+    "The K tokens nearest to the best, of equally near ones the lowest id first: (ids, distances), (R, K)"
     V = d.shape[1]
-    key = d.view(torch.int32).long() << 32 | torch.arange(V, device=d.device) # floats >= 0 sort like their bits
+    key = d.view(torch.int32).long() << 32                                    # floats >= 0 sort like their bits
+    key |= torch.arange(V, device=d.device)                                   # and equal ones by id
     key = key.topk(K, largest=False).values if K < V else key.sort().values
     return key & 2**32 - 1, (key >> 32).int().view(torch.float32)
 
-# %% ../nbs/10_sampling.ipynb #91589a37
+# %% ../nbs/10_sampling.ipynb #8380f10d
 def _kept(d, k, p):
     "Yield (rows, ids, distances, kept?), nearest first, until each row of `d` has come once"
     V, K, rows = d.shape[1], 256, torch.arange(len(d), device=d.device)
-    whole = d.neg().exp_().sum(-1, dtype=torch.float64) if (k == V).any() else p # what top_p counts if top_k is off
+    whole = d.neg().exp_().sum(-1, dtype=torch.float64) if (k == V).any() else p # for top_p without top_k
     while len(rows):
         K = min(K, V)
         ids, near = _nearest(d if len(rows) == len(d) else d[rows], K)
         kr, pr, end = k[rows, None], p[rows, None], near[:, -1] < torch.inf
-        alive = (near < torch.inf) & (torch.arange(K, device=d.device) < kr)      # survives min_p and top_k
+        alive = (near < torch.inf) & (torch.arange(K, device=d.device) < kr)   # survives min_p and top_k
         mass = near.neg().exp_().double().where(alive, 0)
         total = mass.sum(-1, keepdim=True).where(kr < V, whole[rows, None])
-        before = mass.cumsum(-1) - mass                                           # 1e-6: what sums lose by rounding
+        before = mass.cumsum(-1) - mass                                        # 1e-6: sums are rounded
         keep = alive & ((before < pr * total * (1 - 1e-6)) | (pr >= 1))
-        more = (kr[:, 0] > K) & end & (keep[:, -1] | (kr[:, 0] < V))              # K were not enough for this row
+        more = (kr[:, 0] > K) & end & (keep[:, -1] | (kr[:, 0] < V))           # K were not enough
         yield rows[~more], ids[~more], near[~more], keep[~more]
         rows, K = rows[more], 16 * K
 
-# %% ../nbs/10_sampling.ipynb #b6907242
+# %% ../nbs/10_sampling.ipynb #e2322a68
 def filter_logits(
     logits,       # (R, V)
     temperature,  # (R,); below 1e-5 only the best token stays
@@ -66,7 +67,8 @@ def filter_logits(
     d, k = _below(logits, t.where(~greedy, 1), m), k.where(~greedy, 1)
     out, cut = 0 - d, ((k < V) | (p < 1)).nonzero()[:, 0]
     for rows, ids, near, keep in _kept(d[cut], k[cut], p[cut]):
-        out[cut[rows]] = d.new_full((len(rows), V), -torch.inf).scatter(1, ids, (0 - near).where(keep, -torch.inf))
+        scores = (0 - near).where(keep, -torch.inf)
+        out[cut[rows]] = torch.full_like(out[cut[rows]], -torch.inf).scatter(1, ids, scores)
     return out
 
 # %% ../nbs/10_sampling.ipynb #08876352
@@ -92,16 +94,17 @@ def noise_keys(
     keys = [_signed(mix64(mix64(seed + _STEP) + position)) for seed, position in zip(seeds, positions)]
     return torch.tensor(keys, dtype=torch.int64, device=device)
 
-# %% ../nbs/10_sampling.ipynb #f6f4e91d
+# %% ../nbs/10_sampling.ipynb #3ae58f4d
 def gumbel_at(
     keys,  # from `noise_keys`, (R,)
     ids,   # token ids, (K,) or (R, K)
 ):         # (R, K) float32, finite
     "The noise of some tokens of each row"
     x = keys[:, None] + (ids + 1) * _signed(_STEP)
-    for shift, c in (30, _C1), (27, _C2): x = (x ^ (x >> shift).bitwise_and_(2**(64 - shift) - 1)).mul_(_signed(c))
+    for shift, c in (30, _C1), (27, _C2):
+        x = (x ^ (x >> shift).bitwise_and_(2**(64 - shift) - 1)).mul_(_signed(c))
     x ^= (x >> 31).bitwise_and_(2**33 - 1)
-    u = (x >> 1).bitwise_and_(2**62 - 1).float().mul_(2.0**-62)      # small values keep all their bits: they win
+    u = (x >> 1).bitwise_and_(2**62 - 1).float().mul_(2.0**-62)                  # exact where it is small
     return u.clamp_(2.0**-62, 1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_() # -log(-log(1-u))
 
 def gumbel(
@@ -113,7 +116,7 @@ def gumbel(
     "The noise of all tokens of each row"
     return gumbel_at(noise_keys(seeds, positions, device), torch.arange(V, device=device))
 
-# %% ../nbs/10_sampling.ipynb #ba49a4de
+# %% ../nbs/10_sampling.ipynb #4a595bda
 def _greedy(x):
     ids = x.argmax(-1, keepdim=True) # of equal ones the first
     return ids, x.gather(1, ids).float()
@@ -125,7 +128,8 @@ def _noisy(d, keys, *_):
 def _filtered(d, keys, k, p):
     ids, far = keys.new_empty(len(d), 1), d.new_empty(len(d), 1)
     for rows, near_ids, near, keep in _kept(d, k, p):
-        best = (near - gumbel_at(keys[rows], near_ids)).masked_fill_(~keep, torch.inf).argmin(-1, keepdim=True)
+        score = (near - gumbel_at(keys[rows], near_ids)).masked_fill_(~keep, torch.inf)
+        best = score.argmin(-1, keepdim=True)
         ids[rows], far[rows] = near_ids.gather(1, best), near.gather(1, best)
     return ids, far
 
@@ -133,7 +137,7 @@ def _rows(mask, n):
     "Numbers of the rows in `mask`, at most n at a time"
     return mask.nonzero()[:, 0].split(n) if mask.any() else ()
 
-# %% ../nbs/10_sampling.ipynb #d5d0c386
+# %% ../nbs/10_sampling.ipynb #bb349fac
 def sample(
     logits,       # (R, V)
     temperature,  # (R,), like all that follow a list or a tensor on the host; below 1e-5 is greedy
@@ -155,7 +159,7 @@ def sample(
             keys = noise_keys(*([x[r] for r in rows.tolist()] for x in (seeds, positions)), device)
             ids[rows], best[rows] = choose(d, keys, k[rows].to(device), p[rows].to(device))
     bad = (~best.isfinite()).nonzero()
-    if len(bad): raise ValueError(f"logits of row {int(bad[0, 0])}: NaN, infinity, or every token at -inf; nothing to choose")
+    if len(bad): raise ValueError(f"logits of row {int(bad[0, 0])}: NaN, infinity, or nothing but -inf")
     return ids[:, 0]
 
 # %% ../nbs/10_sampling.ipynb #4d26c818

@@ -8,15 +8,15 @@ import pytest
 import torch
 from common import World, play, random_arrivals, random_policy, random_world
 
-from pagedlm.core import SamplingParams
+from pagedlm.core import cdiv
 from pagedlm.model import tiny_config, tiny_model
 from pagedlm.paged import load_backend
 from pagedlm.runner import Runner
 from pagedlm.sampling import generate_naive
 
 MODELS = list(product([torch.float32, torch.float64], [4, 2, 1], [16, 32]))  # dtype, KV heads (of 4 heads), head size
-N_ENGINES = 26                                                              # with each of them: 312 in all
-EOS = 7                                                                     # any id: a random model says them all
+N_ENGINES = 30                                                              # with each of them: 360 in all
+EOS = 7, 21, 42                                                             # any ids: a random model says them all
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,15 +70,16 @@ def random_params(rnd):
 def test_engine_equals_naive(dtype, n_kv_heads, head_dim):
     model, rnd, total = model_of(dtype, n_kv_heads, head_dim), Random(f"{dtype} {n_kv_heads} {head_dim}"), Counter()
     for i in range(N_ENGINES):
-        shape = dict(n_blocks=rnd.randint(4, 14), block_size=rnd.randint(1, 6))
+        block_size = rnd.randint(1, 6)
+        shape = dict(block_size=block_size, n_blocks=1 + cdiv(rnd.randint(8, 48), block_size))
         world = random_world(rnd, kind=lambda **shape: Real(model, **shape), **shape,
                              **dict(policy=random_policy(rnd)) if i % 2 else {})
-        arrivals = random_arrivals(rnd, world, vocab=range(64), eos_ids=(EOS,))
+        arrivals = random_arrivals(rnd, world, vocab=range(64), eos_ids=EOS)
         mishaps = dict(p_abort=.02, p_lose=.05, p_fail=.03) if i % 3 else {}
         total += play(world, rnd, [a | random_params(rnd) for a in arrivals], **mishaps).counts()
         total.update("ends" for r in world.requests if r.finish_reason == "stop")
     print(dict(total))
-    assert total["preempt"] >= 10 and total["share"] >= 20 and total["evict"] >= 100 and total["ends"] >= 5
+    assert total["preempt"] >= 6 and total["share"] >= 12 and total["evict"] >= 100 and total["ends"] >= 6
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 30])

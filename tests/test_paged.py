@@ -14,7 +14,8 @@ from pagedlm.layers import rope_table
 from pagedlm.model import tiny_config, tiny_model
 from pagedlm.paged import AttnMeta, Backend, Paged, TorchBackend
 
-BACKENDS = dict(readable=Backend, torch=TorchBackend, one_by_one=partial(TorchBackend, 1), small_groups=partial(TorchBackend, 5000))
+BACKENDS = dict(readable=Backend, torch=TorchBackend,
+                one_by_one=partial(TorchBackend, 1), small_groups=partial(TorchBackend, 5000))
 
 
 def make_meta(rows, B):
@@ -47,7 +48,8 @@ def random_layer(rng, dtype):
            for _ in range(rng.randint(1, 8))]
     sizes = [cdiv(len(x), B) for x in qkv]
     blocks = rng.sample(range(1, sum(sizes) + 4), sum(sizes))
-    return spec, qkv, [[blocks.pop() for _ in range(m)] for m in sizes], partial(Backend().new_cache, config, sum(sizes) + 4, B, dtype)
+    tables = [[blocks.pop() for _ in range(m)] for m in sizes]
+    return spec, qkv, tables, partial(Backend().new_cache, config, sum(sizes) + 4, B, dtype)
 
 
 def serve(backend, rng, spec, qkv, tables, new_cache, layer):
@@ -59,7 +61,8 @@ def serve(backend, rng, spec, qkv, tables, new_cache, layer):
         who = [r for r, cuts in enumerate(todo) if cuts]
         who = rng.sample(who, rng.randint(1, len(who)))
         news = [todo[r].pop(0) for r in who]
-        meta = make_meta([(tables[r][:cdiv(done[r] + n, cache.block_size)], done[r], n) for r, n in zip(who, news)], cache.block_size)
+        B = cache.block_size
+        meta = make_meta([(tables[r][:cdiv(done[r] + n, B)], done[r], n) for r, n in zip(who, news)], B)
         x = torch.cat([qkv[r][done[r]:done[r] + n] for r, n in zip(who, news)])
         for r, n, o in zip(who, news, Paged(backend, cache, meta)(layer, x, spec).split(news)):
             outs[r].append(o)
@@ -85,31 +88,28 @@ def test_low_precision_is_close(dtype):
         for x, o in zip(qkv, serve(TorchBackend(), rng, spec, qkv, tables, new_cache, layer=0)):
             assert o.dtype == dtype
             want = Dense()(0, x.double(), spec)
-            torch.testing.assert_close(o.double(), want, rtol=0, atol=16 * torch.finfo(dtype).eps, msg=lambda m: f"seed {seed}: {m}")
+            atol = 16 * torch.finfo(dtype).eps
+            torch.testing.assert_close(o.double(), want, rtol=0, atol=atol, msg=lambda m: f"seed {seed}: {m}")
 
 
 @pytest.mark.parametrize("config", [{}, dict(head_dim=32), dict(n_kv_heads=4), dict(n_kv_heads=1), dict(tied=False)], ids=str)
 def test_chunked_prefill_changes_nothing(config):
     "A whole model, 30 tokens in chunks of any size, next to another request that decodes in the same steps"
     model = tiny_model(tiny_config(**config), dtype=torch.float64)
-    ids = torch.randint(0, 258, (2, 60), generator=torch.Generator().manual_seed(2))
-    a, b, table_a, table_b = ids[0, :30], ids[1], list(range(30, 0, -1)), list(range(31, 61))
+    a, b = torch.randint(0, 258, (2, 60), generator=torch.Generator().manual_seed(2))
+    a, table_a, table_b = a[:30], list(range(30, 0, -1)), list(range(31, 91))
     want_a, want_b = model(a, Dense()), model(b, Dense())
     for size in (1, 3, 4, 5, 30):
         for B in (1, 3, 16):
-            cache, backend = Backend().new_cache(model.config, 61, B, model.dtype), TorchBackend()
+            cache, backend = Backend().new_cache(model.config, 91, B, model.dtype), TorchBackend()
             cache.fill(float("nan"))
-            model(b[:20], Paged(backend, cache, make_meta([(table_b[:cdiv(20, B)], 0, 20)], B)) if B > 1 else Dense())
+            model(b[:20], Paged(backend, cache, make_meta([(table_b, 0, 20)], B)))
             for i, part in enumerate(a.split(size)):
                 start = size * i
-                rows = [(table_a[:cdiv(start + len(part), B)], start, len(part))]
-                x = part
-                if B > 1: # with blocks of 1, b would need more of them than there are
-                    rows.append((table_b[:cdiv(21 + i, B)], 20 + i, 1))
-                    x = torch.cat([part, b[20 + i:21 + i]])
-                hidden = model(x, Paged(backend, cache, make_meta(rows, B)))
-                torch.testing.assert_close(hidden[:len(part)], want_a[start:start + len(part)], rtol=0, atol=1e-10)
-                if B > 1: torch.testing.assert_close(hidden[-1], want_b[20 + i], rtol=0, atol=1e-10)
+                meta = make_meta([(table_a, start, len(part)), (table_b, 20 + i, 1)], B)
+                hidden = model(torch.cat([part, b[20 + i:21 + i]]), Paged(backend, cache, meta))
+                want = torch.cat([want_a[start:start + len(part)], want_b[20 + i:21 + i]])
+                torch.testing.assert_close(hidden, want, rtol=0, atol=1e-10)
 
 
 def test_slots_of_minus_one_write_nothing():
