@@ -10,6 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from math import isfinite
 
+# %% ../nbs/00_core.ipynb #3cbf2d63
+SHAPES = dict(
+    T="tokens computed in this step", R="requests in this step", L="layers", C="width of the residual stream",
+    H="query heads", Hk="key/value heads", D="size of one head", B="tokens per block", N="physical blocks",
+    M="blocks per table row", V="vocabulary size")
+
 # %% ../nbs/00_core.ipynb #093eccdd
 def cdiv(
     a:int,  # how many things
@@ -17,12 +23,6 @@ def cdiv(
 )->int:     # how many boxes
     "Ceiling division"
     return -(-a // b)
-
-# %% ../nbs/00_core.ipynb #3cbf2d63
-SHAPES = dict(
-    T="tokens computed in this step", R="requests in this step", L="layers", C="width of the residual stream",
-    H="query heads", Hk="key/value heads", D="size of one head", B="tokens per block", N="physical blocks",
-    M="blocks per table row", V="vocabulary size")
 
 # %% ../nbs/00_core.ipynb #f563b660
 EVENTS = dict(

@@ -129,11 +129,11 @@ def attend_chunk(
     o = sdpa(q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale)
     return o.permute(2, 0, 1, 3).flatten(1, 2)
 
-# %% ../nbs/13_paged.ipynb #0ad25251
+# %% ../nbs/13_paged.ipynb #e3972743
 class TorchBackend(Backend):
     "PyTorch's own attention: single tokens in padded groups, chunks one by one"
     def __init__(self,
-        group_bytes:int=None, # keys and values to gather at once; None: 8 MiB on a CPU (its cache), else 1 GiB
+        group_bytes:int=None, # keys and values to gather at once; None: 8 MiB on a CPU, else 1 GiB
     ):
         self.group_bytes = group_bytes
 

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['GREEDY', 'filter_logits', 'mix64', 'noise_keys', 'gumbel_at', 'gumbel', 'sample', 'logprobs', 'generate_naive']
 
-# %% ../nbs/10_sampling.ipynb #336c7b6e
+# %% ../nbs/10_sampling.ipynb #7736ebe1
+import numpy as np
 import torch
 
 from .attention import Dense
@@ -25,13 +26,20 @@ def _below(logits, t, m):
     d = (x.amax(-1, keepdim=True) - x).div_(t[:, None])
     return d.masked_fill_(d > -m.log()[:, None], torch.inf) if (m > 0).any() else d
 
-# %% ../nbs/10_sampling.ipynb #1646af5d
+# %% ../nbs/10_sampling.ipynb #8b6638a4
+def _smallest(key, K):
+    "The K smallest of each row in order; numpy's sort on a CPU is several times as fast as torch's"
+    if key.device.type != "cpu": return key.topk(K, largest=False).values if K < key.shape[1] else key.sort().values
+    x = key.numpy()
+    if K < key.shape[1]: x = np.partition(x, K - 1)[:, :K]
+    return torch.from_numpy(np.sort(x))
+
 def _nearest(d, K):
     "The K tokens nearest to the best, of equally near ones the lowest id first: (ids, distances), (R, K)"
     V = d.shape[1]
-    key = d.view(torch.int32).long() << 32                                    # floats >= 0 sort like their bits
-    key |= torch.arange(V, device=d.device)                                   # and equal ones by id
-    key = key.topk(K, largest=False).values if K < V else key.sort().values
+    key = d.view(torch.int32).long() << 32                # floats >= 0 sort like their bits
+    key |= torch.arange(V, device=d.device)               # and equal ones by id
+    key = _smallest(key, K)
     return key & 2**32 - 1, (key >> 32).int().view(torch.float32)
 
 # %% ../nbs/10_sampling.ipynb #8380f10d
