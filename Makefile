@@ -22,7 +22,7 @@ help:
 	@echo 'make demo       answer three prompts with the default model: the engine at work'
 	@echo 'make test       everything CI checks: sync, notebooks, tests, site'
 	@echo 'make docs       build the website into _docs/'
-	@echo 'make preview    build it and serve it on http://127.0.0.1:$(PORT)/ (PORT=… changes that)'
+	@echo 'make preview    build it, serve it on http://127.0.0.1:$(PORT)/ (PORT=… changes that); warns where docs fails'
 	@echo 'make lab        open the notebooks in JupyterLab'
 	@echo ''
 	@echo 'make export     write pagedlm/*.py from the notebooks'
@@ -55,7 +55,7 @@ demo: $(RUN)
 	@$(BIN)/pagedlm demo
 
 lab: $(DEV)
-	@$(PY) -m jupyterlab --notebook-dir=nbs
+	@$(PY) -m jupyterlab --notebook-dir=nbs $$([ "$$(id -u)" != 0 ] || echo --allow-root) # root: in a container
 
 # ---- checks
 
@@ -95,7 +95,8 @@ prepare: exec
 docs: $(DEV)
 	@$(PY) tools/docs.py site
 
-preview: docs
+preview: $(DEV)
+	@$(PY) tools/docs.py site --draft
 	@echo "Serving _docs on http://127.0.0.1:$(PORT)/ (Ctrl-C stops it)"
 	@$(PY) -m http.server --bind 127.0.0.1 --directory _docs $(PORT)
 

@@ -103,7 +103,7 @@ def chain_keys(
 def _root(salt): # what the first block follows; `person` keeps salts apart from all else that is hashed
     return b"" if salt is None else blake2b(str(salt).encode(), digest_size=32, person=b"salt").digest()
 
-# %% ../nbs/12_blocks.ipynb #362b003d
+# %% ../nbs/12_blocks.ipynb #d1badca8
 class BlockManager:
     "Tables: which blocks hold a request. A request here is anything with `id`, `tokens`, `keys` and `salt`"
     def __init__(self,
@@ -140,7 +140,8 @@ class BlockManager:
         n_revived = sum(b in self.pool.free for b in hit) # a hit that nobody reads is still on the free list
         if n_new + n_revived + reserved > self.pool.n_free: return None
         if hit: self.pool.share(hit, request.id)
-        self.tables[request.id], self._n_named[request.id] = hit, len(hit)
+        self.tables[request.id] = list(hit) # tables grow; what `emit` was told does not
+        self._n_named[request.id] = len(hit)
         return len(hit)*self.block_size
 
     def missing(self, request, n_tokens:int)->int:

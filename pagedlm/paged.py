@@ -85,7 +85,7 @@ class Paged:
         q = self.backend.store(spec, layer, self.cache, qkv, self.meta)
         return self.backend.attend(spec, layer, q, self.cache, self.meta)
 
-# %% ../nbs/13_paged.ipynb #1ddc60a6
+# %% ../nbs/13_paged.ipynb #6fcb9a80
 class Tile(NamedTuple):
     "A part of a step's attention that one call computes"
     queries:object        # which of the T: an index (g,) of one token each of g requests, or a chunk's slice
@@ -97,10 +97,12 @@ class Tile(NamedTuple):
 def gather(
     pool,  # keys or values of one layer, (N, B, Hk, D)
     tile,  # a `Tile`
-):         # (g, S, Hk, D)
+    room,  # memory to copy to, as many numbers as the tile's blocks have
+):         # (g, S, Hk, D), a view of `room`
     "Copy each request's blocks side by side, and zero what is not its own"
     g = 1 if isinstance(tile.queries, slice) else len(tile.queries)
-    x = pool.flatten(1).index_select(0, tile.blocks).view(-1, *pool.shape[2:]) # (g·m·B, Hk, D)
+    x = torch.index_select(pool.flatten(1), 0, tile.blocks, out=room.view(len(tile.blocks), -1))
+    x = x.view(-1, *pool.shape[2:])                          # (g·m·B, Hk, D)
     if tile.pads is not None: x.index_fill_(0, tile.pads, 0) # may be NaN, and 0 x NaN is NaN
     return x.unflatten(0, (g, -1))[:, :tile.S]
 
@@ -129,13 +131,13 @@ def attend_chunk(
     o = sdpa(q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale)
     return o.permute(2, 0, 1, 3).flatten(1, 2)
 
-# %% ../nbs/13_paged.ipynb #e3972743
+# %% ../nbs/13_paged.ipynb #f60e1a28
 class TorchBackend(Backend):
     "PyTorch's own attention: single tokens in padded groups, chunks one by one"
     def __init__(self,
         group_bytes:int=None, # keys and values to gather at once; None: 8 MiB on a CPU, else 1 GiB
     ):
-        self.group_bytes = group_bytes
+        self.group_bytes, self.rooms = group_bytes, {}
 
     def tiles(self, cache, meta):
         tables, starts = meta.block_tables.long(), list(accumulate([0, *meta.q_lens]))
@@ -173,9 +175,16 @@ class TorchBackend(Backend):
         o = torch.empty_like(q)
         for tile in meta.tiles or self.tiles(cache, meta):
             part = attend_chunk if isinstance(tile.queries, slice) else attend_singles
-            k, v = (gather(pool[layer], tile).to(q.dtype) for pool in (cache.k, cache.v))
-            o[tile.queries] = part(q[tile.queries], k, v, tile.visible, spec.scale)
+            k, v = (gather(pool[layer], tile, self._room(name, len(tile.blocks) * pool[0, 0].numel(), pool))
+                    for name, pool in (("k", cache.k), ("v", cache.v)))
+            o[tile.queries] = part(q[tile.queries], k.to(q.dtype), v.to(q.dtype), tile.visible, spec.scale)
         return o.flatten(1)
+
+    def _room(self, name, n, like): # used again: fresh memory costs more than the copy
+        key = name, like.dtype, like.device
+        if key not in self.rooms or len(self.rooms[key]) < n:
+            with torch.inference_mode(False): self.rooms[key] = like.new_empty(n + n // 2) # contexts grow
+        return self.rooms[key][:n]
 
 # %% ../nbs/13_paged.ipynb #114c865b
 backends = dict(torch="pagedlm.paged:TorchBackend", reference="pagedlm.paged:Backend") # "module:Class"

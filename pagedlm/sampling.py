@@ -26,13 +26,13 @@ def _below(logits, t, m):
     d = (x.amax(-1, keepdim=True) - x).div_(t[:, None])
     return d.masked_fill_(d > -m.log()[:, None], torch.inf) if (m > 0).any() else d
 
-# %% ../nbs/10_sampling.ipynb #8b6638a4
+# %% ../nbs/10_sampling.ipynb #b1e3d16a
 def _smallest(key, K):
     "The K smallest of each row in order; numpy's sort on a CPU is several times as fast as torch's"
-    if key.device.type != "cpu": return key.topk(K, largest=False).values if K < key.shape[1] else key.sort().values
+    some = K < key.shape[1]
+    if key.device.type != "cpu": return key.topk(K, largest=False).values if some else key.sort().values
     x = key.numpy()
-    if K < key.shape[1]: x = np.partition(x, K - 1)[:, :K]
-    return torch.from_numpy(np.sort(x))
+    return torch.from_numpy(np.sort(np.partition(x, K - 1)[:, :K] if some else x))
 
 def _nearest(d, K):
     "The K tokens nearest to the best, of equally near ones the lowest id first: (ids, distances), (R, K)"
@@ -79,7 +79,7 @@ def filter_logits(
         out[cut[rows]] = torch.full_like(out[cut[rows]], -torch.inf).scatter(1, ids, scores)
     return out
 
-# %% ../nbs/10_sampling.ipynb #08876352
+# %% ../nbs/10_sampling.ipynb #a81c1f8b
 _STEP, _C1, _C2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB # SplitMix64's constants
 
 def mix64(
@@ -99,7 +99,7 @@ def noise_keys(
     device=None,
 ):                # where each row's noise starts, (R,) int64
     "All that the noise of a row depends on"
-    keys = [_signed(mix64(mix64(seed + _STEP) + position)) for seed, position in zip(seeds, positions)]
+    keys = [_signed(mix64(mix64(int(s) + _STEP) + int(p))) for s, p in zip(seeds, positions)]
     return torch.tensor(keys, dtype=torch.int64, device=device)
 
 # %% ../nbs/10_sampling.ipynb #3ae58f4d

@@ -48,7 +48,7 @@ class Queue:
         "Take a request out; its entry in the heap is dropped when it comes to the top"
         return self._live.pop(id)[-1]
 
-# %% ../nbs/21_scheduler.ipynb #9c77c965
+# %% ../nbs/21_scheduler.ipynb #8e63dd14
 class Rows:
     "The running requests, each in a row of the batch, and what the runner has been told about them"
     def __init__(self,
@@ -78,13 +78,17 @@ class Rows:
         self._free.append(r.row)
         r.row = None
 
-    def resend(self): self._untold.update(self.running)
+    def resend(self):
+        "The runner may know anything: tell it all again"
+        self._untold.update(self.running)
+        self._gone = list(self._free)
 
     def plan(self,
         works:dict,   # request id -> `Work`
         tables:dict,  # request id -> all its blocks
     )->Plan:          # with an `Admit` for each row that computes now and that the runner does not know
         "Seal a step: from here on the runner counts as told"
+        if not works: return Plan([], [], []) # nobody will run it, so nobody is told
         admitted = []
         for id in self._untold.intersection(works):
             r = self.running[id]
@@ -94,7 +98,7 @@ class Rows:
         gone, self._gone = self._gone, []
         return Plan(sorted(admitted), list(works.values()), gone)
 
-# %% ../nbs/21_scheduler.ipynb #f03ea481
+# %% ../nbs/21_scheduler.ipynb #a96f43c2
 class Scheduler:
     "Who computes how many tokens in this step: computed tokens catch up with known ones, prompt or output"
     def __init__(self,
@@ -133,8 +137,9 @@ class Scheduler:
         if r.n_prompt >= self.limit:
             n, B = self.manager.pool.n_blocks - 1, self.manager.block_size
             raise ValueError(
-                f"request {r.id}: the prompt has {r.n_prompt} tokens, but at most {self.limit - 1} leave room "
-                f"for an output: max_model_len={self.max_model_len}, the pool holds {n} blocks x {B} tokens")
+                f"request {r.id}: the prompt has {r.n_prompt} tokens, but at most {self.limit - 1} leave "
+                f"room for an output: max_model_len={self.max_model_len}, "
+                f"the pool holds {n} blocks x {B} tokens")
         r.number, self._n_arrived = self._n_arrived, self._n_arrived + 1
         self.emit("arrive", request=r.id, n_prompt=r.n_prompt)
         self.waiting.push(r)

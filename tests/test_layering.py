@@ -129,7 +129,8 @@ def test_sizes_are_counted():
     for module in notebooks():
         for node in ast.walk(tree(module)):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                counts.append((node.end_lineno - node.lineno + 1, isinstance(node, ast.ClassDef), f"{module}.{node.name}"))
+                n_lines, is_class = node.end_lineno - node.lineno + 1, isinstance(node, ast.ClassDef)
+                counts.append((n_lines, is_class, f"{module}.{node.name}"))
     functions = sorted((n, name) for n, is_class, name in counts if not is_class)
     print(f"\n{len(functions)} functions, the median has {median(n for n, _ in functions)} lines")
     for n, is_class, name in sorted(counts, reverse=True):

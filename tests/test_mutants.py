@@ -9,52 +9,73 @@ from random import Random
 import pytest
 
 MODULES = "__init__", "core", "blocks", "request", "scheduler", "engine"
-MUTANTS = {
-    "a hit leaves no token to compute": ("blocks", "(len(request.tokens) - 1)//", "len(request.tokens)//"),
-    "admission forgets that hits leave the free list": ("blocks", "n_new + n_revived + reserved", "n_new + reserved"),
-    "admission forgets what is owed to others": ("blocks", "n_new + n_revived + reserved", "n_new + n_revived"),
+MUTANTS = {  # what is wrong: (module, a piece of its source, what to put there)
+    "a hit leaves no token to compute": (
+        "blocks", "(len(request.tokens) - 1)//", "len(request.tokens)//"),
+    "admission forgets that hits leave the free list": (
+        "blocks", "n_new + n_revived + reserved", "n_new + reserved"),
+    "admission forgets what is owed to others": (
+        "blocks", "n_new + n_revived + reserved", "n_new + n_revived"),
     "a shared block stays on the free list": ("blocks", "self.free.pop(b, None)", "pass"),
     "a reader more is not counted": ("blocks", "self.refs[b] += 1", "pass"),
     "free while others read": ("blocks", "if self.refs[b]: continue", "pass"),
-    "a block keeps its name when it is used anew": ("blocks", "if self.keys[block] is not None:", "if False:"),
+    "a block keeps its name when it is used anew": (
+        "blocks", "if self.keys[block] is not None:", "if False:"),
     "a name moves to the block that got it last": ("blocks", "if key not in self.named: ", ""),
-    "a name forgets what came before": ("blocks", "blake2b(before + ids.tobytes()", "blake2b(ids.tobytes()"),
-    "a name keeps 32 bits of an id": ("blocks", "array(\"q\", tokens[i*block_size:(i+1)*block_size])",
-                                      "array(\"q\", [t & 2**32 - 1 for t in tokens[i*block_size:(i+1)*block_size]])"),
-    "salts share": ("blocks", "else _root(salt)", "else b\"\""),
-    "named before it is full": ("blocks", "n = n_computed//self.block_size", "n = len(request.tokens)//self.block_size"),
+    "a name forgets what came before": (
+        "blocks", "blake2b(before + ids.tobytes()", "blake2b(ids.tobytes()"),
+    "a name keeps 32 bits of an id": (
+        "blocks", 'array("q", tokens[i*block_size:(i+1)*block_size])',
+        'array("q", [t & 2**32 - 1 for t in tokens[i*block_size:(i+1)*block_size]])'),
+    "salts share": ("blocks", "else _root(salt)", 'else b""'),
+    "named before it is full": (
+        "blocks", "n = n_computed//self.block_size", "n = len(request.tokens)//self.block_size"),
     "the last free block is never handed out": ("blocks", "if n > self.n_free", "if n >= self.n_free"),
-    "a block too few": ("blocks", "max(0, cdiv(n_tokens, self.block_size)", "max(0, cdiv(n_tokens - 1, self.block_size)"),
-    "a block too many": ("blocks", "max(0, cdiv(n_tokens, self.block_size)", "max(0, cdiv(n_tokens + 1, self.block_size)"),
+    "a block too few": (
+        "blocks", "max(0, cdiv(n_tokens, self.block_size)", "max(0, cdiv(n_tokens - 1, self.block_size)"),
+    "a block too many": (
+        "blocks", "max(0, cdiv(n_tokens, self.block_size)", "max(0, cdiv(n_tokens + 1, self.block_size)"),
     "caching cannot be turned off": ("blocks", "if not self.caching or n <=", "if n <="),
-    "the runner's table shares the manager's list": ("blocks", "+= new", "= new"),
+    "a table forgets its older blocks": ("blocks", "+= new", "= new"),
     "ignore_eos is ignored": ("request", "frozenset() if params.ignore_eos else ", ""),
     "one token more than fits": ("request", "len(self.tokens) >= limit", "len(self.tokens) > limit"),
-    "one token more than asked for": ("request", "self.n_output == self.params", "self.n_output - 1 == self.params"),
-    "progress survives preemption": ("scheduler", "r.n_computed, r.n_preempted = Status.WAITING, 0,",
-                                     "r.n_computed, r.n_preempted = Status.WAITING, r.n_computed,"),
+    "one token more than asked for": (
+        "request", "self.n_output == self.params", "self.n_output - 1 == self.params"),
+    "progress survives preemption": (
+        "scheduler", "r.n_computed, r.n_preempted = Status.WAITING, 0,",
+        "r.n_computed, r.n_preempted = Status.WAITING, r.n_computed,"),
     "what was cached is computed again": ("scheduler", "Status.RUNNING, n_cached", "Status.RUNNING, 0"),
     "every chunk samples": ("scheduler", "tuple(new), end == known)", "tuple(new), True)"),
-    "a chunk too long by one": ("scheduler", "end, known = r.n_computed + n,", "n += n > 1; end, known = r.n_computed + n,"),
-    "the last id stands for any single id": ("scheduler", "n == 1 and end == known and r.n_output", "n == 1 and r.n_output"),
-    "a victim's work stays in the plan": ("scheduler", "works.pop(victim.id).n if", "works[victim.id].n if"),
-    "a victim's tokens are lost to the budget": ("scheduler", "works.pop(victim.id).n if", "works.pop(victim.id).n*0 if"),
-    "a victim of this step is planned": ("scheduler", "r.status is not Status.RUNNING or not left", "not left"),
-    "no budget, no end": ("scheduler", "r.status is not Status.RUNNING or not left", "r.status is not Status.RUNNING"),
+    "a chunk too long by one": (
+        "scheduler", "end, known = r.n_computed + n,", "n += n > 1; end, known = r.n_computed + n,"),
+    "the last id stands for any single id": (
+        "scheduler", "n == 1 and end == known and r.n_output", "n == 1 and r.n_output"),
+    "a victim's work stays in the plan": (
+        "scheduler", "works.pop(victim.id).n if", "works[victim.id].n if"),
+    "a victim's tokens are lost to the budget": (
+        "scheduler", "works.pop(victim.id).n if", "works.pop(victim.id).n*0 if"),
+    "a victim of this step is planned": (
+        "scheduler", "r.status is not Status.RUNNING or not left", "not left"),
+    "no budget, no end": (
+        "scheduler", "r.status is not Status.RUNNING or not left", "r.status is not Status.RUNNING"),
     "a step that preempted admits": ("scheduler", "if not preempted: ", ""),
-    "a row too many": ("scheduler", "len(self.running) < self.max_num_seqs", "len(self.running) <= self.max_num_seqs"),
+    "a row too many": (
+        "scheduler", "len(self.running) < self.max_num_seqs", "len(self.running) <= self.max_num_seqs"),
     "chunks before decodes": ("scheduler", "r.n_missing > 1)", "r.n_missing == 1)"),
     "who ends keeps its blocks": ("scheduler", "self.manager.release(r)", "pass"),
     "who ends keeps its row": ("scheduler", "self._free.append(r.row)", "pass"),
     "gone rows are not told": ("scheduler", "gone, self._gone = self._gone, []", "gone = []"),
     "new blocks are told twice": ("scheduler", "works[id]._replace(new_blocks=())", "works[id]"),
-    "the newest id is not told": ("scheduler", "Admit(r.row, tuple(r.tokens)", "Admit(r.row, tuple(r.tokens[:-1])"),
+    "the newest id is not told": (
+        "scheduler", "Admit(r.row, tuple(r.tokens)", "Admit(r.row, tuple(r.tokens[:-1])"),
     "nothing is sent again": ("scheduler", "self._untold.update(self.running)", "pass"),
-    "one token is computed for ever": ("scheduler", "r.n_computed = w.start + w.n", "r.n_computed = w.start + w.n - w.sample"),
+    "one token is computed for ever": (
+        "scheduler", "r.n_computed = w.start + w.n", "r.n_computed = w.start + w.n - w.sample"),
     "nothing is ever named": ("scheduler", "self.manager.name_full(r, r.n_computed)", "pass"),
-    "the longest sequence is longer than the pool": ("scheduler", "min(self.max_model_len, manager.capacity)",
-                                                     "self.max_model_len"),
-    "a prompt that leaves no room": ("scheduler", "if r.n_prompt >= self.limit", "if r.n_prompt > self.limit"),
+    "the longest sequence is longer than the pool": (
+        "scheduler", "min(self.max_model_len, manager.capacity)", "self.max_model_len"),
+    "a prompt that leaves no room": (
+        "scheduler", "if r.n_prompt >= self.limit", "if r.n_prompt > self.limit"),
     "a failed step is not sent again": ("engine", "self.scheduler.resend()", "pass"),
 }
 

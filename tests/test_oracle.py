@@ -1,6 +1,6 @@
 """*The* test: whatever the engine does to make it fast, the answer is the one of the whole model run once per token"""
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from random import Random
 
@@ -41,14 +41,13 @@ def naive(model, prompt, params, eos_ids, limit):
 
 class Real(World):
     "A `World` that runs a `Transformer`, in memory that was NaN"
-    def __init__(self, model, **shape):
-        self.model = model
+    def __init__(self, model, backend="torch", **shape):
+        self.model, self.backend = model, load_backend(backend)
         super().__init__(run=self.runner_of, **shape)
 
     def runner_of(self, scheduler):
         pool, block_size = self.manager.pool, self.manager.block_size
-        runner = Runner(self.model, load_backend("torch"), pool.n_blocks, block_size, scheduler.max_num_seqs,
-                        scheduler.limit)
+        runner = Runner(self.model, self.backend, pool.n_blocks, block_size, scheduler.max_num_seqs, scheduler.limit)
         runner.cache.fill(float("nan"))
         return runner
 
@@ -72,8 +71,9 @@ def test_engine_equals_naive(dtype, n_kv_heads, head_dim):
     for i in range(N_ENGINES):
         block_size = rnd.randint(1, 6)
         shape = dict(block_size=block_size, n_blocks=1 + cdiv(rnd.randint(8, 48), block_size))
-        world = random_world(rnd, kind=lambda **shape: Real(model, **shape), **shape,
-                             **dict(policy=random_policy(rnd)) if i % 2 else {})
+        backend = rnd.choice(["torch", "torch", "reference"])
+        policy = dict(policy=random_policy(rnd)) if i % 2 else {}
+        world = random_world(rnd, kind=partial(Real, model, backend), **shape, **policy)
         arrivals = random_arrivals(rnd, world, vocab=range(64), eos_ids=EOS)
         mishaps = dict(p_abort=.02, p_lose=.05, p_fail=.03) if i % 3 else {}
         total += play(world, rnd, [a | random_params(rnd) for a in arrivals], **mishaps).counts()

@@ -3,11 +3,11 @@ from itertools import product
 from random import Random
 
 import pytest
-from common import FakeRunner, World, answer, play, random_arrivals, random_policy, random_world, sweep
+from common import World, answer, sweep
 
 from pagedlm.core import SamplingParams, cdiv
-from pagedlm.request import Request, Status
-from pagedlm.scheduler import Policy, Scheduler, fcfs
+from pagedlm.request import Status
+from pagedlm.scheduler import Policy
 
 B = 4  # block size of every World here unless said otherwise
 
@@ -306,7 +306,7 @@ def test_abort_all_at_every_moment():
     for w in moments():
         for r in w.requests:
             w.engine.abort(r.id)
-        assert not w.engine.step() and w.check_done()
+        assert w.step() == [] and w.check_done()
         w.add(ids_of(9), max_tokens=5)
         w.drain().check_done()
 
