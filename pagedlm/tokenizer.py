@@ -35,7 +35,7 @@ class ByteTokenizer:
 
     def chat(self, messages, add_generation_prompt:bool=True, chat_template:str=None, **kw)->str:
         "Only with a `chat_template`: a byte tokenizer knows no roles of its own"
-        if not chat_template: raise ValueError("the byte tokenizer has no chat template; pass chat_template=…")
+        if not chat_template: raise ValueError("a byte tokenizer has no chat template; pass chat_template=…")
         return render_chat(chat_template, messages, add_generation_prompt, **kw)
 
 def _join(tokenizer, ids, skip_special_tokens):
