@@ -85,7 +85,7 @@ class BlockPool:
         assert all((b in self.free) == (self.refs[b] == 0) for b in range(1, self.n_blocks))
         assert {k: b for b, k in enumerate(self.keys) if k is not None} == self.named
 
-# %% ../nbs/12_blocks.ipynb #45262494
+# %% ../nbs/12_blocks.ipynb #f6bb2084
 def chain_keys(
     keys:list,       # keys of the leading blocks, extended in place
     tokens,          # ids of the sequence
@@ -101,7 +101,8 @@ def chain_keys(
     return keys
 
 def _root(salt): # what the first block follows; `person` keeps salts apart from all else that is hashed
-    return b"" if salt is None else blake2b(str(salt).encode(), digest_size=32, person=b"salt").digest()
+    if salt is None: return b""
+    return blake2b(str(salt).encode(errors="surrogatepass"), digest_size=32, person=b"salt").digest()
 
 # %% ../nbs/12_blocks.ipynb #d1badca8
 class BlockManager:

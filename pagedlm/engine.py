@@ -12,7 +12,7 @@ from .core import no_emit
 from .request import Request
 from .scheduler import Scheduler
 
-# %% ../nbs/22_engine.ipynb #33bddb69
+# %% ../nbs/22_engine.ipynb #ffe5e7a4
 class Engine:
     "The loop over ids: make a plan, run it, update from the ids"
     def __init__(self,
@@ -29,16 +29,17 @@ class Engine:
         return request
 
     def step(self)->list:
-        "One step: [(request, new ids)…]. If `run` raises, the step did not happen: step again or abort"
+        "One step: [(request, new ids)…]. If anything raises, step again or abort: no answer changes"
         start, plan = self.clock(), self.scheduler.schedule()
         if not plan.works: return []
         works = [(self.scheduler.by_row[w.row].id, w.n) for w in plan.works]
-        try: ids = self.run(plan)
+        try:
+            ids = self.run(plan)
+            self.emit("step", works=works, start=start)
+            return self.scheduler.update(plan, ids)
         except BaseException:
-            self.scheduler.resend() # nobody knows what the runner took in
+            self.scheduler.resend() # nobody knows what the runner took in, or which ids were written down
             raise
-        self.emit("step", works=works, start=start)
-        return self.scheduler.update(plan, ids)
 
     def drain(self):
         "Step until nothing is left, yielding what each step brought"

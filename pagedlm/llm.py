@@ -241,7 +241,7 @@ def find_policy(
     if policy in policies: return policies[policy]
     raise ValueError(f"scheduling_policy={policy!r}, but there is only {', '.join(policies)}")
 
-# %% ../nbs/40_llm.ipynb #bcead132
+# %% ../nbs/40_llm.ipynb #f8a855b0
 class LLM:
     "Text in, text out, over one engine. vLLM's names; an option that is not there yet raises"
     def __init__(self,
@@ -326,10 +326,11 @@ class LLM:
         prompts = self.chat_prompts(messages, chat_template, add_generation_prompt, chat_template_kwargs)
         return self.generate(prompts, sampling_params, use_tqdm, priority)
 
-    def chat_prompts(self, messages, chat_template=None, add_generation_prompt=True, chat_template_kwargs=()):
+    def chat_prompts(self, messages, chat_template=None, add_generation_prompt=True,
+                     chat_template_kwargs=None)->list:
         "What `chat` hands to `generate`, and you may hand to `stream`: a list of texts with their ids"
         many = messages if messages and isinstance(messages[0], (list, tuple)) else [messages]
-        template, kw = chat_template or self.chat_template, dict(chat_template_kwargs or {})
+        template, kw = chat_template or self.chat_template, chat_template_kwargs or {}
         texts = [self.tokenizer.chat(m, add_generation_prompt, template, **kw) for m in many]
         ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts] # the template wrote them
         return [dict(prompt=t, prompt_token_ids=i) for t, i in zip(texts, ids)]

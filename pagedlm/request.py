@@ -18,7 +18,7 @@ class Status(Enum):
     RUNNING = "running"   # has a row and a table
     FINISHED = "finished" # has a `finish_reason`
 
-# %% ../nbs/20_request.ipynb #94f2b765
+# %% ../nbs/20_request.ipynb #f91b947d
 class Request:
     "One prompt on its way to an answer. Read by everyone, changed only by the scheduler"
     def __init__(self,
@@ -57,7 +57,8 @@ class Request:
         if last in self.eos_ids: return "stop", None
         if last in self.params.stop_token_ids: return "stop", last
         if self.watch and (why := self.watch([last])): return "stop", why
-        if self.n_output == self.params.max_tokens or len(self.tokens) >= limit: return "length", None
+        most = self.params.max_tokens or limit # None: as many as fit
+        if self.n_output >= most or len(self.tokens) >= limit: return "length", None
         return None, None
 
     def __repr__(self):

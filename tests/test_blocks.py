@@ -213,3 +213,8 @@ def test_too_small():
             BlockPool(n)
     with pytest.raises(ValueError, match="block_size=0"):
         BlockManager(BlockPool(3), 0)
+
+
+def test_any_text_can_be_a_salt():
+    salts = ["a", "\ud800", "\ud801", "é", "", 5]
+    assert len({chain_keys([], [1, 2, 3, 4], 4, 1, salt)[0] for salt in salts}) == len(salts)

@@ -40,7 +40,7 @@ MUTANTS = {  # what is wrong: (module, a piece of its source, what to put there)
     "ignore_eos is ignored": ("request", "frozenset() if params.ignore_eos else ", ""),
     "one token more than fits": ("request", "len(self.tokens) >= limit", "len(self.tokens) > limit"),
     "one token more than asked for": (
-        "request", "self.n_output == self.params", "self.n_output - 1 == self.params"),
+        "request", "self.n_output >= most", "self.n_output > most"),
     "progress survives preemption": (
         "scheduler", "r.n_computed, r.n_preempted = Status.WAITING, 0,",
         "r.n_computed, r.n_preempted = Status.WAITING, r.n_computed,"),
