@@ -71,14 +71,14 @@ def text_account(
         f"decode    {told['decode_tokens']} tokens, {rate(told['decode_per_second'])}",
         f"blocks    {told['peak_blocks']}{of} at the fullest"])
 
-# %% ../nbs/45_cli.ipynb #aa5c3d03
+# %% ../nbs/45_cli.ipynb #bd083dd1
 def run_generate(args):
     "The command `generate`"
     params = SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
                             max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
     llm = _load(args)
     prompts = _chats(llm, args.prompts) if args.chat else args.prompts
-    with llm.trace() as events: outputs = _answer(llm, prompts, params, args)
+    with llm.trace() as events: _answer(llm, prompts, params, args)
     told = account(events.events)
     print(json.dumps(dict(account=told)) if args.json else text_account(told, _n_blocks(llm)))
 
