@@ -6,7 +6,7 @@
 __all__ = ['backends', 'AttnMeta', 'paged_reference', 'Backend', 'Paged', 'Tile', 'gather', 'attend_singles', 'attend_chunk',
            'TorchBackend', 'load_backend']
 
-# %% ../nbs/13_paged.ipynb #0cfa1cd3
+# %% ../nbs/13_paged.ipynb #518c7353
 from importlib import import_module
 from itertools import accumulate
 from typing import NamedTuple
@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from .attention import attend
+from .attention import attend, split_qkv, turn
 from .core import cdiv
 from .kvcache import KVCache
-from .layers import rope
 
 # %% ../nbs/13_paged.ipynb #8db2167c
 class AttnMeta(NamedTuple):
@@ -31,7 +30,7 @@ class AttnMeta(NamedTuple):
     kv_lens:list              # `seq_lens` for the host, R ints
     tiles:object = None       # how a back-end cuts this step, if it wants to: made once, used by all layers
 
-# %% ../nbs/13_paged.ipynb #68cd226e
+# %% ../nbs/13_paged.ipynb #bf2db8db
 def paged_reference(
     spec,       # an `AttnSpec`
     layer:int,  # whose keys and values
@@ -45,10 +44,12 @@ def paged_reference(
     for table, t, T, S in zip(meta.block_tables.long(), starts, meta.q_lens, meta.kv_lens):
         p = torch.arange(S, device=q.device)
         slots = table[p // B] * B + p % B                                     # `slots_of` with tensors
-        o[t:t + T] = attend(q[t:t + T], k[slots].to(q.dtype), v[slots].to(q.dtype), p[S - T:], spec.scale)
+        keys, values = k[slots].to(q.dtype), v[slots].to(q.dtype)
+        how = spec.scale, spec.window, spec.softcap, spec.sinks
+        o[t:t + T] = attend(q[t:t + T], keys, values, p[S - T:], *how)
     return o.flatten(1)
 
-# %% ../nbs/13_paged.ipynb #8cc1c1c8
+# %% ../nbs/13_paged.ipynb #6a68ed7d
 class Backend:
     "Readable paged attention, and the interface of all faster ones"
     def new_cache(self, config, n_blocks, block_size, dtype, device=None):
@@ -60,10 +61,11 @@ class Backend:
 
     def store(self, spec, layer, cache, qkv, meta):
         "Rotate queries and keys, write keys and values to their slots; qkv (T, (H+2Hk)·D) -> q (T, H, D)"
-        x, H, Hk = qkv.unflatten(-1, (-1, spec.head_dim)), spec.n_heads, spec.n_kv_heads
-        q, k = rope(x[:, :H + Hk], spec.rope, meta.positions).split([H, Hk], 1)
+        q, k, v = split_qkv(qkv, spec)
+        q = turn(q, spec, meta.positions, spec.q_norm)
+        k = turn(k, spec, meta.positions, spec.k_norm)
         slots = meta.slots.long().clamp(min=0) # -1 becomes a slot of the null block, which nobody reads
-        for pool, new in zip(cache.flat(layer), (k, x[:, H + Hk:])):
+        for pool, new in zip(cache.flat(layer), (k, v)):
             pool.index_copy_(0, slots, new.to(pool.dtype))
         return q
 
@@ -131,7 +133,7 @@ def attend_chunk(
     o = sdpa(q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale)
     return o.permute(2, 0, 1, 3).flatten(1, 2)
 
-# %% ../nbs/13_paged.ipynb #f60e1a28
+# %% ../nbs/13_paged.ipynb #005d57ac
 class TorchBackend(Backend):
     "PyTorch's own attention: single tokens in padded groups, chunks one by one"
     def __init__(self,
@@ -172,6 +174,10 @@ class TorchBackend(Backend):
         return tile._replace(visible=visible)
 
     def attend(self, spec, layer, q, cache, meta):
+        for name in "window", "softcap", "sinks":
+            if (x := getattr(spec, name)) is not None:
+                raise ValueError(f"layer {layer} has {name}={x}, which the torch back-end does not know; "
+                                 "the reference back-end does")
         o = torch.empty_like(q)
         for tile in meta.tiles or self.tiles(cache, meta):
             part = attend_chunk if isinstance(tile.queries, slice) else attend_singles
