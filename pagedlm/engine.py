@@ -5,22 +5,26 @@
 # %% auto #0
 __all__ = ['Engine']
 
-# %% ../nbs/22_engine.ipynb #64ef4a36
+# %% ../nbs/22_engine.ipynb #f334c671
+from collections import deque
 from time import perf_counter
 
 from .core import no_emit
 from .request import Request
 from .scheduler import Scheduler
 
-# %% ../nbs/22_engine.ipynb #ffe5e7a4
+# %% ../nbs/22_engine.ipynb #ea59e74d
 class Engine:
     "The loop over ids: make a plan, run it, update from the ids"
     def __init__(self,
         scheduler:Scheduler,  # who computes how many tokens
-        run,                  # plan -> one id for each work that samples
+        run,                  # plan -> one id for each work that samples, or a function that waits for them
         clock=perf_counter,   # () -> seconds
         emit=no_emit,         # told about `step`
-    ): self.scheduler, self.run, self.clock, self.emit = scheduler, run, clock, emit
+        ahead:int=0,          # how many steps to launch before the ids of the first are known
+    ):
+        self.scheduler, self.run, self.clock, self.emit = scheduler, run, clock, emit
+        self.ahead, self.flights = ahead, deque() # (plan, [(request id, n)…], start, ids or who waits for them)
 
     def add(self, request:Request)->Request:
         "Queue a request, stamped with the time; ValueError if it can never run"
@@ -30,20 +34,38 @@ class Engine:
 
     def step(self)->list:
         "One step: [(request, new ids)…]. If anything raises, step again or abort: no answer changes"
-        start, plan = self.clock(), self.scheduler.schedule()
-        if not plan.works: return []
-        works = [(self.scheduler.by_row[w.row].id, w.n) for w in plan.works]
         try:
-            ids = self.run(plan)
-            self.emit("step", works=works, start=start)
-            return self.scheduler.update(plan, ids)
+            launched = self._launch()
+            return self._land() if len(self.flights) > self.ahead * launched else []
         except BaseException:
-            self.scheduler.resend() # nobody knows what the runner took in, or which ids were written down
+            self.rewind() # nobody knows what the runner took in, or which ids were written down
             raise
+
+    def _launch(self)->bool:
+        start, plan = self.clock(), self.scheduler.schedule()
+        if not plan.works: return False
+        works = [(self.scheduler.by_row[w.row].id, w.n) for w in plan.works]
+        self.flights.append((plan, works, start, self.run(plan)))
+        return True
+
+    def _land(self)->list:
+        plan, works, start, ids = self.flights.popleft()
+        if callable(ids): ids = ids()
+        self.emit("step", works=works, start=start)
+        return self.scheduler.update(plan, ids)
+
+    def rewind(self):
+        "Take back the steps that are under way, and tell the runner everything again"
+        self.flights.clear()
+        self.scheduler.rewind()
 
     def drain(self):
         "Step until nothing is left, yielding what each step brought"
         while len(self.scheduler): yield self.step()
 
     def abort(self, id): self.scheduler.abort(id)
-    def reset(self): self.scheduler.reset()
+
+    def reset(self):
+        "Abort everything, whatever state an interrupt left it in"
+        self.flights.clear()
+        self.scheduler.reset()

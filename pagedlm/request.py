@@ -18,7 +18,7 @@ class Status(Enum):
     RUNNING = "running"   # has a row and a table
     FINISHED = "finished" # has a `finish_reason`
 
-# %% ../nbs/20_request.ipynb #f91b947d
+# %% ../nbs/20_request.ipynb #972b7892
 class Request:
     "One prompt on its way to an answer. Read by everyone, changed only by the scheduler"
     def __init__(self,
@@ -39,13 +39,16 @@ class Request:
         self.seed = seed if params.seed is None else params.seed
         self.keys = []                 # names of its full blocks, made on demand
         self.n_computed = 0            # tokens whose K and V are in the cache
+        self.n_planned = 0             # the same when all steps that are under way are done
         self.n_cached = None           # how many of them the prefix cache gave at first admission
         self.n_preempted = 0
         self.status, self.finish_reason, self.stop_reason = Status.WAITING, None, None
         self.row = self.number = None  # place in the batch, place in the order of arrival
 
     @property
-    def n_missing(self)->int: return len(self.tokens) - self.n_computed
+    def n_known(self)->int: return max(len(self.tokens), self.n_planned + 1) # with the id that is under way
+    @property
+    def n_missing(self)->int: return self.n_known - self.n_planned # at least 1
     @property
     def n_output(self)->int: return len(self.tokens) - self.n_prompt
     @property
@@ -57,9 +60,12 @@ class Request:
         if last in self.eos_ids: return "stop", None
         if last in self.params.stop_token_ids: return "stop", last
         if self.watch and (why := self.watch([last])): return "stop", why
+        return ("length" if self.full(len(self.tokens), limit) else None), None
+
+    def full(self, n:int, limit:int)->bool:
+        "Is a sequence of `n` tokens as long as it may get?"
         most = self.params.max_tokens or limit # None: as many as fit
-        if self.n_output >= most or len(self.tokens) >= limit: return "length", None
-        return None, None
+        return n - self.n_prompt >= most or n >= limit
 
     def __repr__(self):
         return (f"Request({self.id}: {self.n_prompt}+{self.n_output} tokens, {self.n_computed} computed, "

@@ -86,7 +86,7 @@ class Trouble(Exception):
 
 class World:
     "An engine, its clock, its events, its plans, and the requests it was given; checked before and after every step"
-    def __init__(self, n_blocks=11, block_size=4, caching=True, run=None, **scheduling):
+    def __init__(self, n_blocks=11, block_size=4, caching=True, run=None, ahead=0, **scheduling):
         self.events, self.plans, self.requests, self.names = [], [], [], count()
         self.since, self.trouble, self.exact = 0, None, True
         self.kept, self.means = {}, {}  # request -> what the model keeps of its tokens; key -> the same of one block
@@ -94,7 +94,7 @@ class World:
         scheduling = dict(max_num_seqs=4, max_num_batched_tokens=16) | scheduling
         self.scheduler = Scheduler(self.manager, emit=self.emit, **scheduling)
         self.runner = run(self.scheduler) if run else FakeRunner(block_size)
-        self.engine = Engine(self.scheduler, self.run, ManualClock(), self.emit)
+        self.engine = Engine(self.scheduler, self.run, ManualClock(), self.emit, ahead)
 
     def emit(self, name, **fields):
         assert set(fields) == set(EVENTS[name]), (name, fields)
@@ -115,22 +115,25 @@ class World:
 
     # what a user does
 
-    def add(self, prompt, id=None, eos_ids=(EOS,), salt=None, watch=None, **params):
+    def add(self, prompt, id=None, eos_ids=(EOS,), priority=0, salt=None, watch=None, **params):
         params = SamplingParams(**dict(temperature=0, ignore_eos=True) | params)
-        request = Request(id or f"r{next(self.names)}", prompt, params, eos_ids, salt=salt, watch=watch)
+        name = id or f"r{next(self.names)}"
+        request = Request(name, prompt, params, eos_ids, priority=priority, salt=salt, watch=watch)
         self.engine.add(request)
         self.requests.append(request)
         return request
 
     def step(self):
-        self.since, before = len(self.events), len(self.plans)
+        self.since, before, waiting = len(self.events), len(self.plans), len(self.engine.flights)
         try:
             news = self.engine.step()
         except Trouble:
             news = []
         self.check()
+        assert len(self.engine.flights) == len(self.scheduler.under_way) <= self.engine.ahead
         if len(self.plans) == before:
-            assert not self.scheduler.running, "it has work, but made no plan"
+            assert not self.scheduler.running or waiting, "it has work, but made no plan"
+        if not self.scheduler.running and not self.engine.flights:
             self.runner.rows.forget()  # an idle step has no plan that could tell the runner who is gone
         return news
 
@@ -143,8 +146,9 @@ class World:
 
     def lose_rows(self):
         "What the runner remembers may be lost at any time"
+        self.exact = self.exact and not self.engine.flights  # what lost steps took stays in the tables
         self.runner.rows.forget()
-        self.scheduler.resend()
+        self.engine.rewind()
 
     def expected(self, request):
         "Ids and finish reason that `request` must end with"
@@ -161,27 +165,30 @@ class World:
         happened = {name for name, _ in self.events[self.since:]}
         if "admit" in happened:
             assert "preempt" not in happened, "a step that preempted admitted"
-            lacks = sum(self.manager.missing(r, len(r.tokens)) for r in s.running.values())
+            lacks = sum(self.manager.missing(r, max(len(r.tokens), r.n_planned)) for r in s.running.values())
             assert lacks <= self.manager.pool.n_free, "admitted what does not fit beside the others"
         for w in plan.works:
             r = s.by_row[w.row]
-            assert 1 <= w.n <= s.max_chunk and w.start == r.n_computed
-            assert w.sample == (w.start + w.n == len(r.tokens))
+            assert 1 <= w.n <= s.max_chunk and w.start + w.n == r.n_planned and w.start >= r.n_computed
+            assert self.engine.ahead or w.start == r.n_computed
+            assert w.sample == (w.start + w.n >= len(r.tokens))
+            assert w.start < len(r.tokens) or not r.full(w.start + 1, s.limit), "a token after the last"
             assert plan.n_tokens == s.max_num_batched_tokens or "preempt" in happened \
-                or w.n == min(r.n_missing, s.max_chunk), "budget is left, but not used"
-        assert plan.n_tokens == s.max_num_batched_tokens or set(rows) == set(s.by_row), "budget is left, but not used"
+                or w.n == min(max(len(r.tokens) - w.start, 1), s.max_chunk), "budget is left, but not used"
+        idle = [r for r in s.running.values() if r.row not in rows 
+                and not (r.n_known > len(r.tokens) and r.full(r.n_known, s.limit))]
+        assert plan.n_tokens == s.max_num_batched_tokens or not idle, "budget is left, but not used"
         if s.policy is fcfs:
-            assert all(r.row in rows for r in s.running.values() if r.n_missing == 1), "a decode waits"
-        self.check({w.row: w.start + w.n for w in plan.works})
+            assert all(r.n_missing > 1 for r in idle), "a decode waits"
+        self.check()
 
-    def check(self, ends={}):
-        "`ends`: row -> tokens in its blocks when the step is done"
+    def check(self):
         m, s = self.manager, self.scheduler
         m.check()
         used = {b for table in m.tables.values() for b in table}
         assert 0 not in used and len(used) + m.pool.n_free + 1 == m.pool.n_blocks
         assert set(m.tables) == set(s.running) and len(s.running) <= s.max_num_seqs
-        assert all(r.row is None and not r.n_computed for r in s.waiting)
+        assert all(r.row is None and not r.n_computed and not r.n_planned for r in s.waiting)
         assert m.caching or not m.pool.named
         assert sorted([*s.rows._free, *s.by_row]) == list(range(s.max_num_seqs))
         for r in s.running.values():
@@ -189,7 +196,7 @@ class World:
             assert s.by_row[r.row] is r and r.status is Status.RUNNING
             assert all(m.pool.refs[b] == 1 for b in table[full:]), "others read a block that is still written"
             if self.exact:
-                assert len(table) == cdiv(ends.get(r.row, r.n_computed), m.block_size)
+                assert len(table) == cdiv(r.n_planned, m.block_size)
         if isinstance(self.runner, FakeRunner):
             self.check_names()
 
@@ -266,7 +273,7 @@ def random_world(rnd, kind=World, **fixed):
     rows = rnd.choice([1, 2, 3, 4, 5, 6])
     shape = dict(block_size=rnd.randint(1, 5), n_blocks=rnd.randint(3, 14), max_num_seqs=rows,
                  max_num_batched_tokens=rows + rnd.choice([0, 0, 1, 3, 8]), max_chunk=rnd.choice([None, None, 1, 2, 3]),
-                 max_model_len=rnd.choice([None, None, 8, 40, 1000]), caching=rnd.random() < .8)
+                 max_model_len=rnd.choice([None, None, 8, 40, 1000]), caching=rnd.random() < .8, ahead=rnd.choice([0, 0, 1, 2]))
     return kind(**shape | fixed)
 
 

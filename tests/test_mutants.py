@@ -38,18 +38,18 @@ MUTANTS = {  # what is wrong: (module, a piece of its source, what to put there)
     "caching cannot be turned off": ("blocks", "if not self.caching or n <=", "if n <="),
     "a table forgets its older blocks": ("blocks", "+= new", "= new"),
     "ignore_eos is ignored": ("request", "frozenset() if params.ignore_eos else ", ""),
-    "one token more than fits": ("request", "len(self.tokens) >= limit", "len(self.tokens) > limit"),
+    "one token more than fits": ("request", "or n >= limit", "or n > limit"),
     "one token more than asked for": (
-        "request", "self.n_output >= most", "self.n_output > most"),
+        "request", "n - self.n_prompt >= most", "n - self.n_prompt > most"),
     "progress survives preemption": (
-        "scheduler", "r.n_computed, r.n_preempted = Status.WAITING, 0,",
-        "r.n_computed, r.n_preempted = Status.WAITING, r.n_computed,"),
-    "what was cached is computed again": ("scheduler", "Status.RUNNING, n_cached", "Status.RUNNING, 0"),
+        "scheduler", "r.n_computed, r.n_planned = Status.WAITING, 0, 0",
+        "r.n_computed, r.n_planned = Status.WAITING, r.n_computed, r.n_planned"),
+    "what was cached is computed again": ("scheduler", "Status.RUNNING, n_cached, n_cached", "Status.RUNNING, 0, 0"),
     "every chunk samples": ("scheduler", "tuple(new), end == known)", "tuple(new), True)"),
     "a chunk too long by one": (
-        "scheduler", "end, known = r.n_computed + n,", "n += n > 1; end, known = r.n_computed + n,"),
+        "scheduler", "start, end, known = r.n_planned,", "n += n > 1; start, end, known = r.n_planned,"),
     "the last id stands for any single id": (
-        "scheduler", "n == 1 and end == known and r.n_output", "n == 1 and r.n_output"),
+        "scheduler", "n == 1 and end == known > r.n_prompt", "n == 1 and known > r.n_prompt"),
     "a victim's work stays in the plan": (
         "scheduler", "works.pop(victim.id).n if", "works[victim.id].n if"),
     "a victim's tokens are lost to the budget": (
@@ -76,7 +76,11 @@ MUTANTS = {  # what is wrong: (module, a piece of its source, what to put there)
         "scheduler", "min(self.max_model_len, manager.capacity)", "self.max_model_len"),
     "a prompt that leaves no room": (
         "scheduler", "if r.n_prompt >= self.limit", "if r.n_prompt > self.limit"),
-    "a failed step is not sent again": ("engine", "self.scheduler.resend()", "pass"),
+    "a failed step is not sent again": ("scheduler", "        self.rows.resend()", "        pass"),
+    "a failed step is not taken back": ("engine", "self.scheduler.rewind()", "self.scheduler.rows.resend()"),
+    "what was planned counts as computed": ("scheduler", "r.n_planned = r.n_computed = min(r.n_computed,", "r.n_planned = r.n_computed = min(r.n_planned,"),
+    "a newcomer gets what was under way": ("scheduler", "for _, owners in self.under_way: owners.pop(r.row, None)", "pass"),
+    "a token after the last": ("scheduler", "and r.full(r.n_known, self.limit): continue", "and False: continue"),
 }
 
 

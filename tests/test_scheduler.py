@@ -1,13 +1,14 @@
 """Cases that schedulers got wrong elsewhere, on a model that is only arithmetic"""
+from collections import Counter
 from itertools import product
 from random import Random
 
 import pytest
-from common import World, answer, sweep
+from common import World, answer, play, random_arrivals, random_world, sweep
 
 from pagedlm.core import SamplingParams, cdiv
 from pagedlm.request import Status
-from pagedlm.scheduler import Policy
+from pagedlm.scheduler import Policy, policies
 
 B = 4  # block size of every World here unless said otherwise
 
@@ -395,3 +396,30 @@ def test_reasons_to_stop():
         w.drain()
         assert (r.finish_reason, r.stop_reason, r.output) == (reason, why, said[:n])
         assert w.manager.pool.n_free == w.manager.pool.n_blocks - 1
+
+
+@pytest.mark.parametrize("name", policies)
+def test_every_policy_gives_the_same_answers(name):
+    "Whoever goes first, everybody ends, with the oracle's answer"
+    total = Counter()
+    for seed in range(60):
+        rnd = Random(seed)
+        w = random_world(rnd, policy=policies[name])
+        arrivals = [dict(a, priority=rnd.randint(-1, 1)) for a in random_arrivals(rnd, w)]
+        total += play(w, rnd, arrivals, p_fail=.05).counts()
+    assert total["preempt"] > 20 and total["finish"] > 100
+
+
+def test_prefill_first_lets_newcomers_go_before_decodes():
+    w = World(n_blocks=40, max_num_seqs=3, max_num_batched_tokens=8, policy=policies["prefill_first"])
+    old = w.add([1, 2], max_tokens=9)
+    w.step()
+    w.step()
+    new = w.add([2]*20, max_tokens=2)
+    before = old.n_output
+    for n in (8, 16):
+        w.step()
+        assert (new.n_computed, old.n_output) == (n, before)
+    w.step()  # its last four, and what is left goes to the other
+    assert (new.n_output, old.n_output) == (1, before + 1)
+    w.drain().check_done()
