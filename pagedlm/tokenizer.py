@@ -11,7 +11,7 @@ from codecs import getincrementaldecoder
 from functools import lru_cache
 from pathlib import Path
 
-# %% ../nbs/01_tokenizer.ipynb #ce5e8d59
+# %% ../nbs/01_tokenizer.ipynb #02cb95ea
 class ByteTokenizer:
     "One token per byte: ids 0 … 255, then `<bos>` and `<eos>`; the methods of `Tokenizer`"
     vocab_size, bos_id, eos_ids, special_ids, chat_template = 258, 256, (257,), frozenset((256, 257)), None
