@@ -55,6 +55,7 @@ demo: $(RUN)
 	@$(BIN)/pagedlm demo
 
 lab: $(DEV)
+	@$(PY) -m jupyter trust nbs/*.ipynb >/dev/null # JupyterLab does not show figures of notebooks it does not trust
 	@$(PY) -m jupyterlab --notebook-dir=nbs $$([ "$$(id -u)" != 0 ] || echo --allow-root) # root: in a container
 
 # ---- checks

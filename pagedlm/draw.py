@@ -10,21 +10,21 @@ import re
 from html import escape
 from pathlib import Path
 
-# %% ../nbs/00_draw.ipynb #28f26cee
+# %% ../nbs/00_draw.ipynb #ea41d798
 PALETTE = dict(
     input="#2563eb",   # what comes in: prompts, ids, queries
     state="#15803d",   # what is kept: weights, keys and values, blocks in use
     output="#d97706",  # what goes out: logits, new tokens
     free="#87919c",    # memory that nobody holds
-    cached="#128a45",  # state with more than one reader, or kept for the next: drawn hatched
+    cached="#0f8341",  # state with more than one reader, or kept for the next: drawn hatched
     alert="#d92626",   # what went wrong, or was taken away
-    ink="#1f2933", muted="#5c6875", line="#d3dae1", paper="#ffffff",
-    r0="#4f46e5", r1="#db2777", r2="#0d9488", r3="#ea580c", # requests, or whatever is told apart
-    r4="#9333ea", r5="#65a30d", r6="#0284c7", r7="#92400e")
+    ink="#1f2933", muted="#55606c", line="#d3dae1", paper="#ffffff",
+    r0="#4f46e5", r1="#db2777", r2="#0f766e", r3="#c2410c", # requests, or whatever is told apart
+    r4="#9333ea", r5="#4d7c0f", r6="#0369a1", r7="#92400e")
 
 DARK = dict(
     input="#6ea8fe", state="#56d364", output="#f5b041", free="#7d8791", cached="#4ac26b", alert="#ff7b72",
-    ink="#e6edf3", muted="#9aa5b1", line="#3b434c", paper="#161b22",
+    ink="#e6edf3", muted="#a1acb8", line="#3b434c", paper="#161b22",
     r0="#8b8cf8", r1="#f472b6", r2="#2dd4bf", r3="#fb923c",
     r4="#c084fc", r5="#a3e635", r6="#38bdf8", r7="#d6a77a")
 
@@ -49,7 +49,7 @@ def text_width(
     per_char = (lambda c: .61) if mono else (lambda c: _WIDTH.get(c, .64 if ord(c) < 0x2e80 else 1))
     return size * sum(map(per_char, s))
 
-# %% ../nbs/00_draw.ipynb #4e90ae70
+# %% ../nbs/00_draw.ipynb #3fe7dfd9
 _NAME = {v: k for k, v in PALETTE.items()}
 
 def _style(
@@ -76,6 +76,10 @@ def _var(colour): # a name or value of PALETTE -> its variable; other CSS colour
 
 _DASH = ' stroke-dasharray="4 3"'
 
+def _card(width, height, body): # on paper
+    return (f'<rect x=".5" y=".5" width="{_n(width - 1)}" height="{_n(height - 1)}" rx="6" '
+            f'fill="{_var("paper")}" stroke="{_var("line")}"/>{body}')
+
 def _svg(
     width:float,                # of the drawing, in its own unit
     height:float,               # the same
@@ -83,13 +87,16 @@ def _svg(
     body:str,                   # elements
     attributes:str='role="img"',
     said:str="",                # title and description
+    more:str="",                # what else the style says
 )->str:
-    "The elements on a card of paper; the figure shrinks where the page is narrow"
-    paper = (f'<rect x=".5" y=".5" width="{_n(width - 1)}" height="{_n(height - 1)}" rx="6" '
-             f'fill="{_var("paper")}" stroke="{_var("line")}"/>')
+    "The elements on a card of paper; the figure shrinks where the page is narrow, down to `--least`"
+    body = _card(width, height, body)
+    sizes = [float(s) * unit for s in re.findall(r'font-size[=:] ?"?([\d.]+)', body)]
+    least = width * unit * min(1, 10 / min(sizes, default=1e9)) # there the smallest text has 10 pixels
     return (f'<svg xmlns="http://www.w3.org/2000/svg" class="plm" {attributes} '
             f'width="{_n(width * unit)}" height="{_n(height * unit)}" viewBox="0 0 {_n(width)} {_n(height)}" '
-            f'style="max-width:100%;height:auto">{said}{_style(paper + body)}{paper}{body}</svg>')
+            f'style="max-width:100%;height:auto;--least:{least:.0f}px{more}">'
+            f'{said}{_style(body)}{body}</svg>')
 
 def _hatching(x, y, w, h, gap=6): # diagonal lines clipped to a rectangle
     d = []
@@ -114,7 +121,23 @@ def _head(x1, y1, x2, y2, color, size=7):
     points = [(x2, y2), (x2 - u - v/2, y2 - v + u/2), (x2 - u + v/2, y2 - v - u/2)]
     return f'<path d="M{"L".join(f"{_n(x)} {_n(y)}" for x, y in points)}Z" fill="{_var(color)}"/>'
 
-# %% ../nbs/00_draw.ipynb #d487f8e6
+# %% ../nbs/00_draw.ipynb #03162e2e
+_PHONE = ("<style>.plm-phone{display:none}@media(max-width:600px){"
+    "svg.plm:not(:root):has(>.plm-phone){width:var(--w);aspect-ratio:var(--ratio)}"
+    "svg.plm:not(:root)>.plm-wide{display:none}svg.plm:not(:root)>.plm-phone{display:inline}}</style>")
+
+def _two(
+    wide,    # a drawing, `Svg`
+    phone,   # and the one that takes its place on a phone
+)->tuple:    # both in one body, and what the style says of the second's size
+    "Two drawings of the same thing, one of which is shown"
+    w, h = _n(phone.width), _n(phone.height)
+    scale = f'transform="scale({wide.width / phone.width:.3f})"' # to the unit of the wide one
+    body = (f'{_PHONE}<g class="plm-wide">{"".join(wide.parts)}</g>'
+            f'<g class="plm-phone" {scale}>{_card(phone.width, phone.height, "".join(phone.parts))}</g>')
+    return body, f";--least:0px;--w:{w}px;--ratio:{w}/{h}"
+
+# %% ../nbs/00_draw.ipynb #32cbaf23
 class Svg:
     "A figure of rectangles, text, lines and paths, in colours from `PALETTE` (or any that CSS knows)"
     def __init__(
@@ -123,7 +146,9 @@ class Svg:
         height:float,  # pixels
         title:str="",  # what it shows, for those who cannot see it
         desc:str="",   # and what there is to see
-    ): self.width, self.height, self.title, self.desc, self.parts = width, height, title, desc, []
+    ):
+        self.width, self.height, self.title, self.desc, self.parts = width, height, title, desc, []
+        self.phone = None # another drawing, for pages as narrow as a phone
 
     def add(self, xml, href=""):
         self.parts.append(f'<a href="{_xml(href)}">{xml}</a>' if href else xml)
@@ -163,16 +188,17 @@ class Svg:
     def save(self, path): Path(path).write_text(str(self) + "\n", encoding="utf-8")
 
     def __str__(self):
-        body = "".join(self.parts)
+        body, more = _two(self, self.phone) if self.phone else ("".join(self.parts), "")
         said = f"<title>{_xml(self.title)}</title>" if self.title else ""
         said += f"<desc>{_xml(self.desc)}</desc>" if self.desc else ""
         role = "group" if "<a " in body else "img" # a picture has no links
         name = f' aria-label="{_xml(self.title)}"' if self.title else ""
-        return _svg(self.width, self.height, 1, body, f'role="{role}"{name}', said)
+        at_top = ' preserveAspectRatio="xMinYMin"' if self.phone else ""
+        return _svg(self.width, self.height, 1, body, f'role="{role}"{name}{at_top}', said, more)
 
     _repr_svg_ = __str__
 
-# %% ../nbs/00_draw.ipynb #e5e91097
+# %% ../nbs/00_draw.ipynb #bc73f6b8
 def _cell(c, fill): # text, (text, colour) or (text, colour, link) -> all three
     c = c if isinstance(c, tuple) else (c,)
     return c + (fill, "")[len(c)-1:]
@@ -184,9 +210,14 @@ def flow(
     desc:str="",       # and what there is to see
     size:float=13,     # font size, pixels
     gap:int=26,        # room for an arrow, pixels
-)->Svg:                # as wide as its longest row
+)->Svg:                # as wide as its longest row; on a phone it has more rows
     "Boxes in a row with arrows between them, wrapping where the row is full"
     boxes = [_cell(b, "paper") for b in boxes]
+    out = _wrapped(boxes, width, size, gap, title, desc)
+    if out.width > 350: out.phone = _wrapped(boxes, 344, size, gap)
+    return out
+
+def _wrapped(boxes, width, size, gap, *said):
     tall = size * (1.3 * max(b[0].count("\n") + 1 for b in boxes) + 1.1)
     places, x, y = [], 14, 14
     for text, *_ in boxes:
@@ -194,7 +225,7 @@ def flow(
         if places and x + w > width - 14: x, y = 14, y + tall + gap
         places.append((x, y, w))
         x += w + gap
-    out = Svg(max(x + w for x, _, w in places) + 14, y + tall + 14, title, desc)
+    out = Svg(max(x + w for x, _, w in places) + 14, y + tall + 14, *said)
     for (text, fill, href), (x, y, w) in zip(boxes, places):
         out.rect(x, y, w, tall, fill, text, size=size, href=href)
     for a, b in zip(places, places[1:]): _arrow(out, a, b, tall, gap)
@@ -203,7 +234,8 @@ def flow(
 def _arrow(out, a, b, tall, gap): # from box a to box b, along the row or down to the start of the next
     (x, y, w), (x2, y2, w2) = a, b
     if y == y2: return out.line(x + w + 3, y + tall/2, x2 - 4, y + tall/2, arrow=True)
-    mid, down, into = y + tall + gap/2, x + w/2, x2 + min(w2/2, 30)
+    mid, into = y + tall + gap/2, x2 + min(w/2, w2/2, 30)
+    down = into if x == x2 else x + w/2 # straight, if each is alone in its row
     d = f"M{_n(down)} {_n(y + tall + 2)}V{_n(mid)}H{_n(into)}V{_n(y2 - 4)}"
     return out.path(d, head=(into, mid, into, y2 - 3))
 

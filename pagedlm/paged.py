@@ -192,8 +192,9 @@ class TorchBackend(Backend):
             with torch.inference_mode(False): self.rooms[key] = like.new_empty(n + n // 2) # contexts grow
         return self.rooms[key][:n]
 
-# %% ../nbs/13_paged.ipynb #114c865b
-backends = dict(torch="pagedlm.paged:TorchBackend", reference="pagedlm.paged:Backend") # "module:Class"
+# %% ../nbs/13_paged.ipynb #1b597fc3
+backends = dict(torch="pagedlm.paged:TorchBackend", triton="pagedlm.kernels:TritonBackend",
+                reference="pagedlm.paged:Backend") # "module:Class"
 
 def load_backend(
     name:str,  # a key of `backends`

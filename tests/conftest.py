@@ -1,8 +1,11 @@
 "The default model, loaded once for all tests that want it: by us, and by transformers"
+import os
 from functools import cache
 from unittest.mock import patch
 
 import pytest
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anybody imports Triton: a process has one mode for good
 
 
 @pytest.fixture(scope="session")

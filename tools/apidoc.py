@@ -54,23 +54,26 @@ class Module:
         "All entries, functions and classes in the order of the module"
         kinds = (*FUNCTION, ast.ClassDef)
         nodes = [n for n in self.tree.body if isinstance(n, kinds) and n.name in self.exported]
-        parts = [self.entry(n) for n in nodes]
+        lower = [n.name.lower() for n in nodes]
+        twice = {name for name in lower if lower.count(name) > 1} # `roofline` and `Roofline`
+        parts = [self.entry(n, n.name.lower() in twice) for n in nodes]
         rest = [f"`{name}`" for name in self.exported if name not in {n.name for n in nodes}]
         if rest:
             parts.append("Also exported, as values: " + ", ".join(rest) + ".")
         return "\n\n".join(parts)
 
-    def entry(self, node)->str:
+    def entry(self, node, shared=False)->str:
         "One function or class: heading, signature, link to the source, table"
         is_class = isinstance(node, ast.ClassDef)
         kind = "class " if is_class else ""
-        head = f"### {node.name} {{#{node.name.lower()}}}"
+        head = f"### {node.name} {{#{node.name.lower()}{'-class' if shared and is_class else ''}}}"
         link = f'[source]({self.url}#L{node.lineno}){{.api-source}}'
         rows = self.fields(node) if is_class else self.parameters(node)
         names = [r[0] for r in rows if r[0] != "Returns"]
         shown = f"{node.name}({', '.join(names) if len(names) <= 10 else '…'})"
         told = plain(ast.get_docstring(node) or "")
-        lines = [head, "::: {.api}", f"`{kind}{shown}` {link}", told, table(rows)]
+        silent = not is_class and not any(r[3] for r in rows) # a kernel's pointers: all is said above
+        lines = [head, "::: {.api}", f"`{kind}{shown}` {link}", told, "" if silent else table(rows)]
         if is_class:
             lines.append(self.methods(node))
         return "\n\n".join(line for line in lines if line) + "\n\n:::"

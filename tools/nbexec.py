@@ -78,7 +78,7 @@ async def run(
     "Run one notebook"
     nb = nbformat.read(path, as_version=4)
     client = Client(nb, skip=skip, timeout=timeout, kernel_name="python3", record_timing=False,
-                    config=SOCKETS, resources={"metadata": {"path": str(path.parent)}})
+                    coalesce_streams=True, config=SOCKETS, resources={"metadata": {"path": str(path.parent)}})
     folder = Path(os.environ["JUPYTER_RUNTIME_DIR"])
     client.create_kernel_manager().connection_file = str(folder/f"{uuid4()}.json")
     start = time.perf_counter()
