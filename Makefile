@@ -16,11 +16,11 @@ RUN  := $(VENV)/.installed-run
 DEV  := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs preview lab export exec clean-nbs readme sidebar prepare wheel clean
+.PHONY: help demo test check aot docs preview lab export exec clean-nbs readme sidebar prepare wheel clean
 
 help:
 	@echo 'make demo       answer three prompts with the default model: the engine at work'
-	@echo 'make test       everything CI checks: sync, notebooks, tests, site'
+	@echo 'make test       everything CI checks: sync, site, notebooks, kernels, tests'
 	@echo 'make docs       build the website into _docs/'
 	@echo 'make preview    build it, serve it on http://127.0.0.1:$(PORT)/ (PORT=… changes that); warns where docs fails'
 	@echo 'make lab        open the notebooks in JupyterLab'
@@ -32,6 +32,7 @@ help:
 	@echo 'make sidebar    write the sidebar of _quarto.yml from the notebooks'
 	@echo 'make prepare    export, exec, readme, sidebar, check: before a commit'
 	@echo 'make check      are modules, notebooks, README.md and sidebar in step?'
+	@echo 'make aot        compile every kernel in every configuration, for five kinds of GPU: half an hour, no GPU'
 	@echo 'make wheel      build the wheel into dist/ and try it away from the repository'
 	@echo 'make clean      remove what the targets above built; the environment stays'
 
@@ -65,6 +66,9 @@ test: $(DEV)
 
 check: $(DEV)
 	@$(PY) tools/check.py
+
+aot: $(DEV)
+	@$(PY) tools/aot_check.py --all
 
 wheel: $(DEV)
 	@$(PY) tools/wheel.py

@@ -49,7 +49,7 @@ def text_width(
     per_char = (lambda c: .61) if mono else (lambda c: _WIDTH.get(c, .64 if ord(c) < 0x2e80 else 1))
     return size * sum(map(per_char, s))
 
-# %% ../nbs/00_draw.ipynb #3fe7dfd9
+# %% ../nbs/00_draw.ipynb #9a244067
 _NAME = {v: k for k, v in PALETTE.items()}
 
 def _style(
@@ -88,11 +88,12 @@ def _svg(
     attributes:str='role="img"',
     said:str="",                # title and description
     more:str="",                # what else the style says
+    small:float=0,              # size of its smallest text, pixels; 0: look for it
 )->str:
     "The elements on a card of paper; the figure shrinks where the page is narrow, down to `--least`"
     body = _card(width, height, body)
-    sizes = [float(s) * unit for s in re.findall(r'font-size[=:] ?"?([\d.]+)', body)]
-    least = width * unit * min(1, 10 / min(sizes, default=1e9)) # there the smallest text has 10 pixels
+    sizes = [float(s) * unit for s in re.findall(r'font-size="([\d.]+)', body)]
+    least = width * unit * min(1, 10 / (small or min(sizes, default=1e9))) # there that text has 10 pixels
     return (f'<svg xmlns="http://www.w3.org/2000/svg" class="plm" {attributes} '
             f'width="{_n(width * unit)}" height="{_n(height * unit)}" viewBox="0 0 {_n(width)} {_n(height)}" '
             f'style="max-width:100%;height:auto;--least:{least:.0f}px{more}">'
@@ -287,7 +288,7 @@ def grid(
     out.height = (add_legend(out, bottom + 2, legend) if legend else bottom) + 8
     return out
 
-# %% ../nbs/00_draw.ipynb #1a541f9f
+# %% ../nbs/00_draw.ipynb #bb379fe7
 _CYCLE = ("input", "output", "state", "r4", "r1", "r2", "free", "alert") # lines of a chart, in this order
 
 def _rc(): # matplotlib's settings for one figure
@@ -326,7 +327,7 @@ def chart_svg(
     s = s[s.index(">") + 1:s.rindex("</svg>")]
     for pattern, new in _CHART: s = re.sub(pattern, new, s, flags=re.S)
     w, h = fig.get_size_inches() # matplotlib counts in points, 72 to the inch; a screen's inch has 96 pixels
-    return _svg(72 * w, 72 * h, 96 / 72, s)
+    return _svg(72 * w, 72 * h, 96 / 72, s, small=12) # 9 points; powers of ten are smaller
 
 def figure(
     width:float=7,    # inches

@@ -13,7 +13,7 @@ from .core import no_emit
 from .request import Request
 from .scheduler import Scheduler
 
-# %% ../nbs/22_engine.ipynb #ea59e74d
+# %% ../nbs/22_engine.ipynb #da197187
 class Engine:
     "The loop over ids: make a plan, run it, update from the ids"
     def __init__(self,
@@ -24,7 +24,8 @@ class Engine:
         ahead:int=0,          # how many steps to launch before the ids of the first are known
     ):
         self.scheduler, self.run, self.clock, self.emit = scheduler, run, clock, emit
-        self.ahead, self.flights = ahead, deque() # (plan, [(request id, n)…], start, ids or who waits for them)
+        self.ahead = ahead
+        self.flights = deque() # launched, not landed: (plan, [(request id, n)…], start, what `run` gave)
 
     def add(self, request:Request)->Request:
         "Queue a request, stamped with the time; ValueError if it can never run"

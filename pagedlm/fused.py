@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-# %% ../nbs/15_fused.ipynb #e18ee43c
+# %% ../nbs/15_fused.ipynb #441df009
 def _check(kernel, x):
     "Say what to do where a kernel cannot run"
     if isinstance(kernel, triton.JITFunction) and not x.is_cuda: # otherwise the interpreter runs it
-        raise ValueError(f"a Triton kernel got a tensor on {x.device}: move it to a GPU, use the torch version"
-                         " of this function, or set TRITON_INTERPRET=1 before Python starts (slow)")
+        raise ValueError(f"a Triton kernel got a tensor on {x.device}: move it to a GPU, use the torch"
+                         " version of this function, or set TRITON_INTERPRET=1 before Python starts (slow)")
 
 def _rows(x): # (…, C) -> (T, C), the numbers of a row side by side
     x = x.reshape(-1, x.shape[-1])

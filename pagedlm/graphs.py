@@ -16,13 +16,13 @@ from .paged import TorchBackend, attend_singles
 from .request import Work
 from .runner import Direct, Runner, pack
 
-# %% ../nbs/24_graphs.ipynb #462cd737
+# %% ../nbs/24_graphs.ipynb #301e8275
 def _tensors(x): return [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)]
 
 def _memory(x): return {t.untyped_storage().data_ptr() for t in _tensors(x)}
 
 class Tape(TorchDispatchMode):
-    "What a CUDA graph does, for a CPU: `with Tape() as tape:` notes each operation and the memory it works on"
+    "A CUDA graph for CPUs: `with Tape() as tape:` notes each operation and the memory it works on"
     def __init__(self):
         super().__init__()
         self.launches = [] # (operation, arguments, keyword arguments, results)
@@ -54,9 +54,9 @@ def tape(
         return out
     return replay
 
-# %% ../nbs/24_graphs.ipynb #5419e57d
+# %% ../nbs/24_graphs.ipynb #122d6e40
 class FixedBackend(TorchBackend):
-    "Single tokens in shapes that depend only on their number: each over its whole table, masked to its length"
+    "Single tokens in shapes that depend on nothing but their number: each reads its whole table"
     def plan(self, specs, cache, q_lens, kv_lens, n_rows=None, max_len=None):
         "No arrays beyond those that every step has"
         return {}
@@ -65,8 +65,9 @@ class FixedBackend(TorchBackend):
 
     def attend(self, spec, layer, q, cache, meta):
         if max(meta.q_lens) > 1: return super().attend(spec, layer, q, cache, meta)
-        k, v = (x[layer][meta.block_tables.long()].flatten(1, 2) for x in (cache.k, cache.v)) # (R, M·B, Hk, D)
-        seen = torch.arange(k.shape[1], device=k.device) < meta.seq_lens[:, None]             # (R, M·B)
+        tables = meta.block_tables.long()
+        k, v = (x[layer][tables].flatten(1, 2) for x in (cache.k, cache.v)) # (R, M·B, Hk, D)
+        seen = torch.arange(k.shape[1], device=k.device) < meta.seq_lens[:, None]
         k, v = (x.where(seen[..., None, None], 0).to(q.dtype) for x in (k, v))
         return attend_singles(q, k, v, seen[:, None, None], spec.scale).flatten(1)
 
@@ -95,7 +96,7 @@ class CudaGraphs:
             return out
         return replay
 
-# %% ../nbs/24_graphs.ipynb #c8e22166
+# %% ../nbs/24_graphs.ipynb #a3d3679a
 class GraphRunner(Runner):
     "A `Runner` that replays decodes; every other step takes the plain way"
     def __init__(self,
@@ -110,8 +111,9 @@ class GraphRunner(Runner):
         **kw,          # as for `Runner`
     ):
         super().__init__(model, backend, n_blocks, block_size, max_num_seqs, max_model_len, **kw)
-        if self.cut is None: raise ValueError(f"{type(backend).__name__} has no method plan: its shapes depend on "
-                                              "lengths, so its steps cannot be recorded")
+        if self.cut is None:
+            raise ValueError(f"{type(backend).__name__} has no method plan: its shapes depend on lengths, "
+                             "so its steps cannot be recorded")
         self.sizes = sorted(sizes or graph_sizes(max_num_seqs))
         most = [NOBODY._replace(sample=True)]*self.sizes[-1]
         n_ints = len(pack(self.arrays(most, len(most))[0], Direct().room))
@@ -122,7 +124,7 @@ class GraphRunner(Runner):
     @torch.inference_mode()
     def _record(self, n, record):
         batch = self.batch(*self.arrays([NOBODY]*n, n), self.static)
-        batch = batch._replace(meta=batch.meta._replace(kv_lens=None)) # whoever reads lengths on the host fails now
+        batch = batch._replace(meta=batch.meta._replace(kv_lens=None)) # no length can come from the host
         return record(lambda: self.forward(batch))
 
     def size(self, works):

@@ -192,15 +192,16 @@ class TorchBackend(Backend):
             with torch.inference_mode(False): self.rooms[key] = like.new_empty(n + n // 2) # contexts grow
         return self.rooms[key][:n]
 
-# %% ../nbs/13_paged.ipynb #1b597fc3
+# %% ../nbs/13_paged.ipynb #0e1d1dde
 backends = dict(torch="pagedlm.paged:TorchBackend", triton="pagedlm.kernels:TritonBackend",
                 reference="pagedlm.paged:Backend") # "module:Class"
 
 def load_backend(
     name:str,  # a key of `backends`
+    **options, # its own
 )->Backend:
     "Import a back-end's module and make one"
     if name not in backends:
         raise ValueError(f"attention back-end {name!r} is not one of {', '.join(sorted(backends))}")
     module, kind = backends[name].split(":")
-    return getattr(import_module(module), kind)()
+    return getattr(import_module(module), kind)(**options)

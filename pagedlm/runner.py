@@ -18,7 +18,7 @@ from .paged import AttnMeta, Paged
 from .request import Admit, Plan, Work
 from .sampling import sample
 
-# %% ../nbs/23_runner.ipynb #bde59cf8
+# %% ../nbs/23_runner.ipynb #a93d3d0f
 class Rows:
     "What a runner remembers of each row between plans: a cache that `Plan.admitted` can fill again"
     def __init__(self,
@@ -29,8 +29,8 @@ class Rows:
         self.tables = np.zeros((n, n_blocks), np.int32) # 0, the null block, where nothing is
         self.n_blocks = np.zeros(n, np.int32) # 0: nobody is here
         self.last = np.zeros(n, np.int32)     # the newest id of each row; -1: sampled, so the device has it
-        kinds = dict(temperature=np.float32, top_k=np.int32, top_p=np.float32, min_p=np.float32, seed=np.int64)
-        self.how = {name: np.zeros(n, kind) for name, kind in kinds.items()}
+        kinds = dict(temperature="f4", top_k="i4", top_p="f4", min_p="f4", seed="i8")
+        self.how = {name: np.zeros(n, kind) for name, kind in kinds.items()} # floats and ints of 4 or 8 bytes
 
     def learn(self, plan:Plan):
         "Bring the rows up to date: forget, admit, grow"
@@ -55,7 +55,7 @@ class Rows:
         "Lose everything; the scheduler can tell it all again"
         self.n_blocks[:] = 0
 
-# %% ../nbs/23_runner.ipynb #c2c5e71a
+# %% ../nbs/23_runner.ipynb #6bcea1f1
 def flatten(
     works:list,      # of `Work`
     rows:Rows,
@@ -74,7 +74,8 @@ def flatten(
     tables = rows.tables[row, :width or rows.n_blocks[row].max()]
     slots = tables[of, pos//block_size]*block_size + pos%block_size
     slots, lens, starts = (x.astype(np.int32) for x in (slots, end, np.append(0, stop)))
-    tokens = dict(ids=ids, row=row[of], slots=slots, positions=pos, tables=tables, seq_lens=lens, q_starts=starts)
+    tokens = dict(ids=ids, row=row[of], slots=slots, positions=pos, tables=tables, seq_lens=lens,
+                  q_starts=starts)
     s = np.flatnonzero(wants)
     how = {name: x[row[s]] for name, x in rows.how.items()}
     return tokens, dict(rows=row[s], last=stop[s] - 1, **how, position=end[s])
@@ -121,7 +122,7 @@ class Direct:
         "What `then` makes of the ids, as a list"
         return then(ids.tolist())
 
-# %% ../nbs/23_runner.ipynb #99af1613
+# %% ../nbs/23_runner.ipynb #90059a5c
 class Pinned:
     "The way to a GPU and back, by copies that the host does not wait for"
     def __init__(self,
@@ -137,7 +138,8 @@ class Pinned:
         "An array of n int32 to write to, as soon as its last contents have left"
         self.turn = i = (self.turn + 1) % len(self.buffers)
         if self.sent[i]: self.sent[i].synchronize()
-        if len(self.buffers[i]) < n: self.buffers[i] = torch.empty(2*n, dtype=torch.int32, pin_memory=self.pin)
+        if len(self.buffers[i]) < n:
+            self.buffers[i] = torch.empty(2*n, dtype=torch.int32, pin_memory=self.pin)
         return self.buffers[i][:n].numpy()
 
     def send(self, buffer, to=None):
@@ -179,7 +181,16 @@ def check_sampled(
     if min(ids) < 0: raise ValueError(f"logits of row {ids.index(-1)}: NaN, infinity, or nothing but -inf")
     return ids
 
-# %% ../nbs/23_runner.ipynb #cf01c86c
+# %% ../nbs/23_runner.ipynb #07de340f
+def _tiles(cuts): # a back-end's arrays, by names of their own
+    return {(key, i, name): getattr(cut, name)
+            for key, some in cuts.items() for i, cut in enumerate(some) for name in ("tiles", "merges")}
+
+def _placed(cuts, x): # the same cuts, with the arrays' places on the device
+    def put(key, i, cut): return cut._replace(tiles=x[key, i, "tiles"], merges=x[key, i, "merges"])
+    return {key: [put(key, i, cut) for i, cut in enumerate(some)] for key, some in cuts.items()} or None
+
+# %% ../nbs/23_runner.ipynb #605f9961
 class Runner:
     "Plan -> tensors -> ids: any model, any device, any back-end"
     def __init__(self,
@@ -210,25 +221,21 @@ class Runner:
         return self.choose(self.forward(batch), batch)
 
     def arrays(self, works, n_rows=None)->tuple:
-        "What the device must know, and the back-end's cuts; with n_rows, in shapes that depend on nothing else"
+        "What the device must know, and the cuts; with n_rows, in shapes that depend on nothing else"
         width = self.rows.tables.shape[1]
         tokens, how = flatten(works, self.rows, self.block_size, width if n_rows else None)
         self.rows.last[how["rows"]] = -1 # from now on the device has them
         lens = [w.n for w in works], tokens["seq_lens"].tolist()
         most = n_rows, width*self.block_size
         cuts = self.cut(self.model.specs, self.cache, *lens, *most) if self.cut else {}
-        parts = {(key, i, name): getattr(cut, name)
-                 for key, some in cuts.items() for i, cut in enumerate(some) for name in ("tiles", "merges")}
-        return tokens | parts | how, lens, cuts
+        return tokens | _tiles(cuts) | how, lens, cuts
 
     def batch(self, arrays, lens, cuts, to=None)->Batch:
         "Send it, in one copy"
         x = unpack(self.wire.send(pack(arrays, self.wire.room), to), arrays)
-        tiles = {key: [cut._replace(tiles=x[key, i, "tiles"], merges=x[key, i, "merges"])
-                       for i, cut in enumerate(some)] for key, some in cuts.items()}
         where = (x[name] for name in ("tables", "seq_lens", "q_starts", "slots", "positions"))
         how = tuple(x[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position"))
-        return Batch(x["ids"], x["row"], AttnMeta(*where, *lens, tiles or None), x["rows"], x["last"], how)
+        return Batch(x["ids"], x["row"], AttnMeta(*where, *lens, _placed(cuts, x)), x["rows"], x["last"], how)
 
     def forward(self, batch):
         "Hidden vectors of all tokens, (T, C)"
@@ -244,7 +251,7 @@ class Runner:
         self.last[batch.rows] = ids.clamp(min=0) # the next step may be fed a -1 before anybody has seen it
         return self.wire.receive(ids, check_sampled)
 
-# %% ../nbs/23_runner.ipynb #f70e8445
+# %% ../nbs/23_runner.ipynb #2d5ef5c3
 def largest_plan(
     budget:int,     # max_num_batched_tokens
     n_rows:int,     # max_num_seqs
@@ -252,8 +259,9 @@ def largest_plan(
     block_size:int, # B
 )->tuple:           # a `Plan`; how many blocks a pool needs to run it
     "As many tokens as a step may have, in as many rows, each of which samples"
-    ns = [min(max_len, budget//n_rows + (row < budget % n_rows)) for row in range(n_rows)]
-    blocks, how = tuple(range(1, cdiv(max(ns), block_size) + 1)), SamplingParams(temperature=1.0, top_k=50, top_p=.9)
+    ns = [max(1, min(max_len, budget//n_rows + (row < budget % n_rows))) for row in range(n_rows)]
+    blocks = tuple(range(1, cdiv(max(ns), block_size) + 1))
+    how = SamplingParams(temperature=1.0, top_k=50, top_p=.9)
     admits = [Admit(row, (0,)*n, n, how, row, blocks) for row, n in enumerate(ns)]
     return Plan(admits, [Work(row, 0, n, (0,)*n, (), True) for row, n in enumerate(ns)], []), len(blocks) + 1
 

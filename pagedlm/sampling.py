@@ -11,7 +11,7 @@ import torch
 
 from .attention import Dense
 
-# %% ../nbs/10_sampling.ipynb #3a2b126f
+# %% ../nbs/10_sampling.ipynb #0fbc0fcf
 GREEDY = 1e-5 # temperatures below are greedy
 
 def _settings(V, temperature, top_k, top_p, min_p, device=None):
@@ -23,7 +23,7 @@ def _settings(V, temperature, top_k, top_p, min_p, device=None):
 def _below(logits, t, m):
     "Each token's distance below the best, in nats, after temperature; inf if banned or cut by min_p, (R, V)"
     x = logits.float()
-    d = (x.amax(-1, keepdim=True) - x).div_(t[:, None])
+    d = (x.amax(-1, keepdim=True) - x).abs_().div_(t[:, None]) # -0 has other bits than 0
     return d.masked_fill_(d > -m.log()[:, None], torch.inf) if (m > 0).any() else d
 
 # %% ../nbs/10_sampling.ipynb #b1e3d16a

@@ -15,13 +15,13 @@ from .core import no_emit
 from .blocks import BlockManager
 from .request import Admit, Plan, Request, Status, Work
 
-# %% ../nbs/21_scheduler.ipynb #64f97667
+# %% ../nbs/21_scheduler.ipynb #1f00e2ee
 class Policy(NamedTuple):
     "Who goes first: three sort keys, the smallest wins; and who lets newcomers go before"
     order:Callable   # waiting request -> key for admission, looked at when it joins the queue
     victim:Callable  # running request -> key: who is preempted when blocks run out
     mix:Callable     # running request -> key: who gets this step's budget first
-    yields:Callable = lambda r: False # running request -> does it come after those that are admitted now?
+    yields:Callable = lambda r: False # running request -> does it come after newcomers?
 
 # %% ../nbs/21_scheduler.ipynb #df0692d7
 fcfs = Policy(order=lambda r: (r.arrival, r.number),
@@ -108,7 +108,7 @@ class Rows:
         gone, self._gone = self._gone, []
         return Plan(sorted(admitted), list(works.values()), gone)
 
-# %% ../nbs/21_scheduler.ipynb #2b53cefa
+# %% ../nbs/21_scheduler.ipynb #f28005e0
 class Scheduler:
     "Who computes how many tokens in this step: computed tokens catch up with known ones, prompt or output"
     def __init__(self,
@@ -195,7 +195,7 @@ class Scheduler:
         preempted = False
         for r in running:
             if r.status is not Status.RUNNING or not left: continue # preempted in this loop, or no budget
-            if r.n_known > len(r.tokens) and r.full(r.n_known, self.limit): continue # the id under way is its last
+            if r.n_known > len(r.tokens) and r.full(r.n_known, self.limit): continue # its last is under way
             n = min(r.n_missing, left, self.max_chunk)
             while (new := self.manager.grow(r, r.n_planned + n)) is None:
                 victim = min(self.running.values(), key=self.policy.victim)
@@ -246,7 +246,7 @@ class Scheduler:
         self.waiting.push(r)
 
     def update(self, plan:Plan, ids)->list:
-        "Take in what the oldest plan under way computed, an id for each work that samples: [(request, [id])…]"
+        "Take in what the oldest plan under way brought, an id per work that samples: [(request, [id])…]"
         n, news = sum(w.sample for w in plan.works), []
         if len(ids) != n: raise ValueError(f"the runner gave {len(ids)} ids for a plan that samples {n}")
         if plan.works and not (self.under_way and self.under_way[0][0] is plan):

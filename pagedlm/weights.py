@@ -382,7 +382,7 @@ def load_into(
     for ours, recipe in recipes.items():
         for rows, name in zip(params[ours].split(list(recipe.values())), recipe): _fill(rows, source, name)
 
-# %% ../nbs/08_weights.ipynb #014ec1f7
+# %% ../nbs/08_weights.ipynb #eef61c2d
 DTYPES = dict(float64=torch.float64, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
 
 def pick_dtype(
@@ -400,12 +400,13 @@ def load_model(
     path,         # a folder with *.safetensors, or a .gguf file
     dtype=None,   # None or "auto": float32 on a CPU, elsewhere as stored; or a name in `DTYPES`
     device=None,  # None: the CPU
+    **kw,         # for `Transformer`: ops, make_linear
 )->tuple:         # (`Transformer`, `Tokenizer`)
     "A checkpoint, ready to run"
     source, device = open_source(path), torch.device(device or "cpu")
     try: config = config_from(source.meta)
     except ValueError as e: raise ValueError(f"{source.path}: {e}") from None
     tokenizer = source.tokenizer()
-    model = Transformer(config, dtype=pick_dtype(dtype, source.dtype, device), device=device)
+    model = Transformer(config, dtype=pick_dtype(dtype, source.dtype, device), device=device, **kw)
     load_into(model, source)
     return model, tokenizer

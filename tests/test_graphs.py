@@ -275,3 +275,22 @@ def test_triton_in_recordings_of_fixed_shape():
     world.add(range(9, 16), max_tokens=3, temperature=.8, top_p=.9, seed=11)
     world.drain().check_done()
     assert world.runner.how.count(2) >= 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_cuda_graphs_equal_naive(ahead):
+    model = model_of(torch.float64, 2, 16)
+    gpu = tiny_model(model.config, seed=32, dtype=torch.float64, device="cuda")
+    gpu.load_state_dict(model.state_dict())
+
+    class Cuda(Replayed):
+        def runner_of(self, scheduler):
+            runner = Counting(gpu, FixedBackend(), 30, 4, 4, scheduler.limit)  # `CudaGraphs`, `Pinned`
+            runner.cache.fill(float("nan"))
+            return runner
+    world = Cuda(model, n_blocks=30, max_num_seqs=4, ahead=ahead)
+    for i, n in enumerate([5, 9, 2, 7, 7]):
+        world.add(range(i + 1, i + 1 + n), max_tokens=12, seed=i, temperature=.7*(i % 2), top_p=.9)
+    world.drain().check_done()
+    assert len(world.runner.how) - world.runner.how.count(None) > 8

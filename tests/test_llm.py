@@ -189,7 +189,7 @@ def test_stop_ids_outside_the_vocabulary():
 
 
 @pytest.mark.parametrize("kw, says", [
-    (dict(quantization="int8"), "int8"), (dict(tensor_parallel_size=2), "2"), (dict(enforce_eager=False), "enforce_eager"),
+    (dict(quantization="int8"), "int8"), (dict(tensor_parallel_size=2), "2"), (dict(kv_cache_dtype="fp8"), "only the triton"), (dict(kv_cache_dtype="int3"), "int3"),
     (dict(logits_processors=[print]), "logits_processors"), (dict(max_model_len=257), "257.*256"), (dict(max_model_len=0), "max_model_len=0"),
     (dict(max_num_seqs=0), "max_num_seqs=0"), (dict(max_num_seqs=9, max_num_batched_tokens=8), "8.*9"), (dict(block_size=0), "block_size=0"),
     (dict(num_gpu_blocks_override=1), "n_blocks=1"), (dict(attention_backend="magic"), "magic"), (dict(scheduling_policy="magic"), "magic"),
@@ -197,6 +197,31 @@ def test_stop_ids_outside_the_vocabulary():
 def test_bad_options(kw, says):
     with pytest.raises(ValueError, match=says):
         tiny(**kw)
+
+
+def test_a_step_ahead_answers_the_same():
+    "Answers do not depend on when their ids are read, nor on who sits in a row that was left"
+    rnd = random.Random(5)
+    prompts = [[rnd.randrange(256) for _ in range(rnd.randint(1, 30))] for _ in range(12)]
+    params = [SamplingParams(temperature=rnd.choice([0, 1]), seed=i, max_tokens=rnd.randint(1, 12)) for i in range(12)]
+    answers = {}
+    for ahead in False, True:
+        llm = tiny(max_num_seqs=3, max_num_batched_tokens=5, async_scheduling=ahead)
+        answers[ahead] = [o.outputs[0].token_ids for o in ask(llm, prompts, params)]
+        assert llm.engine.ahead == ahead and empty(llm)
+    assert answers[True] == answers[False]
+
+
+def test_priorities_need_a_policy_that_looks_at_them():
+    llm = tiny(scheduling_policy="priority", max_num_seqs=1)
+    with llm.trace() as trace:
+        ask(llm, ["later", "first"], SamplingParams(max_tokens=2), priority=[1, 0])
+    assert [f["request"] for _, name, f in trace.events if name == "admit"] == ["1", "0"]
+    for policy in "fcfs", "shortest_first", "prefill_first":
+        llm = tiny(scheduling_policy=policy)
+        with pytest.raises(ValueError, match="does not look at it"):
+            ask(llm, ["a", "b"], SamplingParams(max_tokens=2), priority=[1, 0])
+        assert empty(llm)
 
 
 def test_bad_models(tmp_path):
@@ -214,7 +239,7 @@ def test_lengths_must_agree():
     with pytest.raises(ValueError, match="1 sampling_params for 2 prompts"):
         ask(llm, ["a", "b"], [SamplingParams()])
     with pytest.raises(ValueError, match="3 priority for 2 prompts"):
-        ask(llm, ["a", "b"], priority=[1, 2, 3])
+        ask(tiny(scheduling_policy="priority"), ["a", "b"], priority=[1, 2, 3])
     with pytest.raises(ValueError, match="SamplingParams"):
         ask(llm, "a", dict(temperature=0))
     assert empty(llm)

@@ -1,4 +1,4 @@
-"""Compile the package's kernels for GPUs that are not here, and fail where the machine code is not what it must be.
+"""Compile the package's kernels for GPUs that are not here; fail where machine code is not what it must be.
 
 python tools/aot_check.py                   # the default table: the shapes of `config.EXAMPLES`
 python tools/aot_check.py --all             # all that the package can launch: every knob, for every head size
@@ -6,14 +6,14 @@ python tools/aot_check.py --target sm_90 --kernel attend --jobs 1 --json build/a
 python tools/aot_check.py --list            # what would be compiled
 python tools/aot_check.py --self-test       # does it see what is broken?
 
-Nothing that the package decides is written down here again. One layer's step runs through the real back-end, on tensors
-without memory and on a GPU of which only the name is there; its launches are noted instead of made, and Triton's own JIT
-compiles them for the arguments they had. It fails on
+What the package decides is not written down here again. One layer's step runs through the real back-end, on
+tensors without memory and a GPU of which only the name is there; its launches are noted instead of made, and
+Triton's own JIT compiles them for the arguments that they had. It fails on
 
 - a compile error, or a compiler that dies;
 - more shared memory than a program of the target may have;
 - vector registers that spill, for bfloat16 and float16 of the default table;
-- attention of many tokens in these types without the target's matrix unit (wgmma on sm_90), of few without any;
+- attention in these types without the target's matrix unit: for many tokens the best it has (wgmma on sm_90);
 - keys and values that do not come as 16-byte asynchronous copies, on gfx942 as loads as wide as that;
 - a kernel of the package that no configuration launches.
 """
@@ -31,14 +31,15 @@ import warnings
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
-os.environ.pop("TRITON_INTERPRET", None)   # Triton is imported in one mode for good: here and in children, to compile
-os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # what was compiled yesterday proves nothing today
+os.environ.pop("TRITON_INTERPRET", None)  # Triton is imported in one mode for good: here, to compile
+os.environ["TRITON_ALWAYS_COMPILE"] = "1" # what was compiled yesterday proves nothing today
 warnings.filterwarnings("ignore", message=".*TRITON_DEFAULT_FP_FUSION")
 if sys.platform != "linux":
     sys.exit(print("Triton exists for Linux only: no kernel is compiled here"))
@@ -97,12 +98,12 @@ class Noted:
     def __getitem__(self, grid): return lambda *args, **how: self.calls.append((self.fn, args, how))
 
 
+@cache
 def package_kernels():
-    "(module, name, kernel) of every kernel that some launcher of the package can reach"
-    for path in sorted(Path(pagedlm.__file__).parent.glob("*.py")):
-        if "@triton.jit" in path.read_text():
-            module = import_module(f"pagedlm.{path.stem}")
-            yield from ((module, name, fn) for name, fn in vars(module).items() if name.endswith("_kernel"))
+    "All kernels that launchers of the package call: [(module, name, kernel)]"
+    texts = {path.stem: path.read_text() for path in sorted(Path(pagedlm.__file__).parent.glob("*.py"))}
+    modules = [import_module(f"pagedlm.{name}") for name, text in texts.items() if "@triton.jit" in text]
+    return [(m, name, fn) for m in modules for name, fn in vars(m).items() if name.endswith("_kernel")]
 
 
 @contextmanager
@@ -150,17 +151,17 @@ class Case(NamedTuple):
 
 
 def attention(case, target, n, launches={}):
-    "What one layer launches for two requests with n new tokens each and a long context: [(kernel, arguments, how)]"
+    "What a layer launches for two requests of n new tokens and a long context: [(kernel, arguments, how)]"
     c, dtype, width = case.config, case.dtype, 2048
     H, Hk, D = c.n_heads, c.n_kv_heads, c.head_dim
     weight = tensor(D, dtype=dtype) if case.norm else None
     spec = AttnSpec(H, Hk, D, D**-.5, tensor(c.max_len, case.rot or D, dtype=FP32), case.window, case.softcap,
                     tensor(H, dtype=dtype) if case.sinks else None, weight, weight, interleaved=case.pairs)
-    lens = [n, n], [width*case.B]*2
-    meta = AttnMeta(tensor(2, width), tensor(2), tensor(3), tensor(2*n), tensor(2*n, dtype=case.positions), *lens)
+    lens, positions = ([n, n], [width*case.B]*2), tensor(2*n, dtype=case.positions)
+    meta = AttnMeta(tensor(2, width), tensor(2), tensor(3), tensor(2*n), positions, *lens)
     with pretend(target) as calls:
         backend = TritonBackend(case.kv, launches=launches)
-        cache = backend.new_cache(c, 2**20//case.B, case.B, dtype, "meta") # large, as on a GPU: its size is told to the JIT
+        cache = backend.new_cache(c, 2**20//case.B, case.B, dtype, "meta") # large, as on a GPU: the JIT asks
         q = backend.store(spec, 0, cache, tensor(2*n, (H + 2*Hk)*D, dtype=dtype), meta)
         backend.attend(spec, 0, q, cache, meta)
     return calls
@@ -196,7 +197,7 @@ def rest(case, target):
 # ---- which configurations
 
 def default_cases():
-    "The models of the lessons, large heads, keys and values in 8 bits: [(what, which kernels of it; none said: all)]"
+    "The models of the lessons, large heads, 8-bit keys and values: [(what, which kernels of it; (): all)]"
     small, model = EXAMPLES["SmolLM2-135M"], EXAMPLES["Llama-3-8B"]
     return [(Case(model), ()), (Case(model, FP16), ("attend",)), (Case(small), ("attend", "store")),
             (Case(replace(model, head_dim=256)), ("attend",)), (Case(model, kv=E4M3), ("attend few", "store")),
@@ -211,8 +212,8 @@ def more_cases():
         base = Case(shape(D, 4))
         for dtype in (BF16, FP16, FP32):
             cases += [base._replace(dtype=dtype), base._replace(dtype=dtype, **knobs)]
-            for norm, pairs, rot in ((True, False, None), (False, True, None), (True, True, D//2), (False, False, D//2)):
-                cases.append(base._replace(dtype=dtype, norm=norm, pairs=pairs, rot=rot))
+            for norm, pairs, rot in ((1, 0, None), (0, 1, None), (1, 1, D//2), (0, 0, D//2)):
+                cases.append(base._replace(dtype=dtype, norm=bool(norm), pairs=bool(pairs), rot=rot))
         cases += [base._replace(config=shape(D, G)) for G in (1, 3, 8)]
         cases += [base._replace(B=B) for B in (1, 64)]
         cases += [base._replace(**{name: value}) for name, value in knobs.items()]
@@ -236,11 +237,11 @@ def key_of(fn, args, how, target):
 
 def launches_of(case, target):
     "All launches of a configuration: [(name, kernel, arguments, how)]"
-    if isinstance(case, Rest): calls = [("", call) for call in rest(case, target)]
-    else: calls = [(kind, call) for kind, n in (("many", 512), ("few", 1)) for call in attention(case, target, n)]
-    for kind, (fn, args, how) in calls:
-        name = fn.__name__.removesuffix("_kernel")
-        yield f"{name} {kind}" if name in ("attend", "merge") else name, fn, args, how
+    kinds = dict(many=512, few=1) if isinstance(case, Case) else {"": 0}
+    for kind, n in kinds.items():
+        for fn, args, how in attention(case, target, n) if kind else rest(case, target):
+            name = fn.__name__.removesuffix("_kernel")
+            yield f"{name} {kind}" if name in ("attend", "merge") else name, fn, args, how
 
 
 def jobs_of(cases, targets, strict):
@@ -248,7 +249,7 @@ def jobs_of(cases, targets, strict):
     jobs = {}
     for case, wanted in cases:
         for target in targets:
-            if target == "sm_80" and getattr(case, "kv", None) == E4M3: # the package must refuse it; its words are shown
+            if target == "sm_80" and getattr(case, "kv", None) == E4M3: # the package must refuse it
                 name = ", ".join(wanted) or "all"
                 jobs[target, case] = Job(name, case.words("attention", {}), target, skip=refusal(case, target))
                 continue
@@ -277,7 +278,8 @@ def refusal(case, target):
 
 def left_out(jobs):
     "Kernels of the package that no job compiles"
-    return [f"{module.__name__}.{name}" for module, name, fn in package_kernels() if fn not in [j.fn for j in jobs]]
+    done = {job.fn for job in jobs}
+    return [f"{module.__name__}.{name}" for module, name, fn in package_kernels() if fn not in done]
 
 
 # ---- what the compiler makes of a job
@@ -314,15 +316,17 @@ def read_nvidia(asm):
         f.flush()
         def ask(tool, *how):
             return subprocess.run([TOOLS/tool, *how, f.name], capture_output=True, text=True, check=True).stdout
-        use = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", ask("cuobjdump", "-res-usage"))}
+        said = re.findall(r"\b(REG|STACK|LOCAL):(\d+)", ask("cuobjdump", "-res-usage"))
+        use = {name: int(n) for name, n in said}
         spills = 0
         if use["STACK"] or use["LOCAL"]: # disassembling takes half a second
             spills = len(re.findall(r"\b(?:STL|LDL)\b", ask("nvdisasm")))
     ptx = asm["ptx"]
     matrix = re.findall(r"wgmma(?=\.mma_async)|tcgen05\.mma\b|mma\.sync\.aligned\.m\w+", ptx)
+    matrix = Counter(name.replace(".aligned", "") for name in matrix)
     sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global\S*\s*\[[^]]*\],\s*\[[^]]*\],\s*(\w+)", ptx)
     loads = Counter(int(size, 0) for size in sizes)
-    return dict(registers=use["REG"], spills=spills, matrix=Counter(x.replace(".aligned", "") for x in matrix), loads=loads)
+    return dict(registers=use["REG"], spills=spills, matrix=matrix, loads=loads)
 
 
 def read_amd(asm):
@@ -331,8 +335,9 @@ def read_amd(asm):
     sizes = dict(byte=1, short=2, dword=4, dwordx2=8, dwordx3=12, dwordx4=16)
     found = re.findall(r"\b(?:global|buffer|flat)_load_(?:[us]|d16_)?(byte|short|dword(?:x\d)?)", asm)
     loads = Counter(sizes[name] for name in found)
+    matrix = Counter(re.findall(r"\bv_mfma_\w+", asm))
     return dict(registers=use["vgpr_count"], accumulators=use["agpr_count"], spills=use["vgpr_spill_count"],
-                scalar_spills=use["sgpr_spill_count"], matrix=Counter(re.findall(r"\bv_mfma_\w+", asm)), loads=loads)
+                scalar_spills=use["sgpr_spill_count"], matrix=matrix, loads=loads)
 
 
 LOAD = re.compile(r"\b(tt\.load|ttg\.async_copy_global_to_local|amdg\w*\.buffer_load\w*)\b[^\n]*?"
@@ -356,12 +361,14 @@ def faults(job, found):
         return
     target, half = TARGETS[job.target], job.args and job.args[0].dtype.itemsize == 2
     if found["shared"] > target.shared*1024:
-        yield f"{found['shared']} bytes of shared memory, but {job.target} has {target.shared*1024} for a program"
+        limit = target.shared*1024
+        yield f"{found['shared']} bytes of shared memory, but {job.target} has {limit} for a program"
     if found["spills"] and job.strict:
         yield f"{found['spills']} spills of vector registers"
     if job.kernel.startswith("attend"):
-        if half and not any(job.kernel == "attend few" or name.startswith(target.matrix) for name in found["matrix"]):
-            yield f"no {target.matrix}, only {', '.join(found['matrix']) or 'no matrix instruction at all'}"
+        best = target.matrix if job.kernel == "attend many" else ""
+        if half and not any(name.startswith(best) for name in found["matrix"]):
+            yield f"no {best or 'matrix instruction'}, only {', '.join(found['matrix']) or 'plain arithmetic'}"
         yield from narrow(job, found)
 
 
@@ -371,16 +378,16 @@ def narrow(job, found):
     if len(pieces) < 4:
         yield f"{len(pieces)} loads of keys and values were found, but two loops have two each"
         return
-    asynchronous = TARGETS[job.target].gpu.backend == "cuda"
-    # numbers of 8 bits: the layout that mma.sync wants of them takes 8 at a time. On AMD a thread's share may be less
-    most = 8 if asynchronous and found["key_bytes"] == 1 else 16
-    widths = [most if asynchronous else min(most, size//threads) for _, size in pieces]
+    if TARGETS[job.target].gpu.backend == "cuda":
+        kind, plain = "asynchronous copies", sum(not is_async for is_async, _ in pieces)
+        width = 16 if found["key_bytes"] > 1 else 8 # mma.sync's layout of 8-bit numbers has runs of 8
+    else: # loads are asynchronous anyway; in small tiles a thread's share may be less than 16 bytes
+        kind, plain, width = "loads", 0, min(16, *(size//threads for _, size in pieces))
     want = sum(max(1, size//threads//16) for _, size in pieces)
-    have = sum(n for width, n in loads.items() if width >= min(widths))
-    plain = sum(not is_async for is_async, _ in pieces) if asynchronous else 0
+    have = sum(n for bytes_each, n in loads.items() if bytes_each >= width)
     if have < want or plain:
-        yield (f"keys and values do not come as {min(widths)}-byte {'asynchronous copies' if asynchronous else 'loads'}: "
-               f"of at least {want} there are {have}" + f", and {plain} of {len(pieces)} go through registers"*bool(plain))
+        said = f"keys and values do not come as {width}-byte {kind}: of at least {want} there are {have}"
+        yield said + f", and {plain} of {len(pieces)} go through registers"*bool(plain)
 
 
 # ---- all jobs, on several cores
@@ -391,7 +398,7 @@ def serve(pipe, jobs):
 
 
 def findings(jobs, n):
-    "What `measure` says of each job, in order, from n processes; one that dies or hangs costs its job and no other"
+    "What `measure` says of each job, in order, from n processes; one that dies or hangs costs no other job"
     context, todo, done, busy = get_context("fork"), list(range(len(jobs)))[::-1], {}, {}
     def give(pipe, process):
         if todo: busy[pipe] = process, todo.pop(), time.monotonic()
@@ -408,7 +415,8 @@ def findings(jobs, n):
     at = 0
     while at < len(jobs):
         ready = connection.wait(busy, timeout=1)
-        late = [pipe for pipe, (_, _, since) in busy.items() if time.monotonic() - since > LIMIT and pipe not in ready]
+        overdue = time.monotonic() - LIMIT
+        late = [pipe for pipe, (_, _, since) in busy.items() if since < overdue and pipe not in ready]
         for pipe in ready + late:
             process, i, _ = busy.pop(pipe)
             try:
@@ -429,7 +437,7 @@ def findings(jobs, n):
 
 def row(job, found, bad):
     "A line of the table"
-    if job.skip: return f"{job.kernel:11} {job.config:40} {job.target:7} skipped: {job.skip}"
+    if job.skip: return f"{job.kernel:11} {job.config:45} {job.target:7} skipped: {job.skip}"
     if "error" in found: cells = [""]*5
     else:
         registers, spills = str(found["registers"]), str(found["spills"])
@@ -440,19 +448,17 @@ def row(job, found, bad):
         loads = " ".join(f"{n}x{width}" for width, n in sorted(found["loads"].items(), reverse=True))
         cells = [registers, found["shared"], spills, matrix, loads]
     verdict = "FAILED" if bad else "ok" if not found.get("spills") else "spills"
-    return ("{:11} {:40} {:7} {:>8} {:>7} {:>7}  {:38} {:16} {:5.1f}  {}"
-            .format(job.kernel, job.config, job.target, *cells, found["seconds"], verdict))
+    return COLUMNS.format(job.kernel, job.config, job.target, *cells, f"{found['seconds']:.1f}", verdict)
 
-HEAD = ("{:11} {:40} {:7} {:>8} {:>7} {:>7}  {:38} {:16} {:>5}"
-        .format("kernel", "configuration", "target", "registers", "shared", "spills", "matrix instructions", "loads: n x B", "CPU s"))
+COLUMNS = "{:11} {:45} {:7} {:>9} {:>7} {:>7}  {:30} {:16} {:>5}  {}"
+HEAD = COLUMNS.format("kernel", "configuration", "target", "registers", "shared", "spills",
+                      "matrix instructions", "loads: n x bytes", "CPU s", "").rstrip()
 
 
 def check(jobs, n):
     "Compile and judge all jobs, and print the table: [(job, findings, faults)]"
     print(HEAD, flush=True)
-    told = []
-    plain = [job for job in jobs if not job.skip]
-    found = findings(plain, n)
+    told, found = [], findings([job for job in jobs if not job.skip], n)
     for job in jobs:
         made = {} if job.skip else next(found)
         bad = list(faults(job, made))
@@ -468,8 +474,8 @@ def save(path, told):
     "The table as JSON"
     def line(job, found, bad):
         state = "skipped" if job.skip else "failed" if bad else "ok"
-        said = dict(kernel=job.kernel, configuration=job.config, target=job.target, state=state, skip=job.skip, faults=bad)
-        return {**said, **{k: v for k, v in found.items() if k != "keys"}}
+        said = dict(kernel=job.kernel, configuration=job.config, target=job.target, state=state, skip=job.skip)
+        return dict(said, faults=bad, **{k: v for k, v in found.items() if k != "keys"})
     path.parent.mkdir(parents=True, exist_ok=True)
     table = [line(*x) for x in told]
     path.write_text(json.dumps(dict(triton=triton.__version__, torch=torch.__version__, table=table), indent=1))
@@ -499,15 +505,15 @@ def broken():
     def other(what, fn, *args): return Job("other", what, "sm_90", fn, args)
     return [
         (None, attend("nothing is wrong", "sm_90", "few")),
-        ("not come as 16-byte asynchronous copies", attend("strides of no multiple of 16", "sm_90", "few", odd=True)),
-        ("not come as 16-byte loads", attend("the same on AMD", "gfx942", "few", config=large, odd=True)),
+        ("16-byte asynchronous copies", attend("strides of no multiple of 16", "sm_90", "few", odd=True)),
+        ("16-byte loads", attend("the same on AMD", "gfx942", "few", config=large, odd=True)),
         ("go through registers", attend("no loads in advance", "sm_80", "few", Launch(16, 32, 4, 1))),
-        ("but sm_120 has 101376", attend("a tile too large", "sm_120", "few", Launch(16, 256, 8), config=large)),
+        ("but sm_120 has 101376", attend("a large tile", "sm_120", "few", Launch(16, 256, 8), config=large)),
         ("no wgmma, only mma.sync.m16n8k16", attend("rows too few for wgmma", "sm_90", "many", Launch(32, 32))),
         ("spills of vector registers", attend("registers too few", "sm_90", "few", maxnreg=32)),
         ("must be a power of 2", other("a kernel that is none", crooked, tensor(80))),
-        ("the compiler died: SIGKILL", other("it dies", Acts(lambda **_: os.kill(os.getpid(), signal.SIGKILL)))),
-        ("the compiler took more than 1 s", other("it hangs", Acts(lambda **_: time.sleep(1000))))]
+        ("died: SIGKILL", other("it dies", Acts(lambda **_: os.kill(os.getpid(), signal.SIGKILL)))),
+        ("took more than 1 s", other("it hangs", Acts(lambda **_: time.sleep(1000))))]
 
 
 def self_test(n):
@@ -523,34 +529,42 @@ def self_test(n):
     return int(bool(missed))
 
 
-def main(args=None):
-    "Returns the exit code"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(given):
+    "Of the command line"
+    parser, cores = argparse.ArgumentParser(description=__doc__.splitlines()[0]), len(os.sched_getaffinity(0))
     parser.add_argument("--all", action="store_true", help="every configuration that the package can launch")
     parser.add_argument("--target", action="append", choices=TARGETS, help="this target; may be repeated")
-    parser.add_argument("--kernel", default="", help="kernels with this in their name: attend, 'attend few', store…")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes; default: one per core")
+    parser.add_argument("--kernel", default="", help="kernels with this in their name: attend, 'attend few'…")
+    parser.add_argument("--jobs", type=int, default=cores, help="processes; default: one per core")
     parser.add_argument("--json", type=Path, help="write the table to this file as well")
     parser.add_argument("--list", action="store_true", help="only say what would be compiled")
-    parser.add_argument("--self-test", action="store_true", help="compile what is broken, and see that it is found out")
-    args = parser.parse_args(args)
+    parser.add_argument("--self-test", action="store_true", help="compile what is broken, and see it found out")
+    return parser, parser.parse_args(given)
+
+
+def main(given=None):
+    "Returns the exit code"
+    parser, args = arguments(given)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TRITON_CACHE_DIR"] = folder
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
         if args.self_test: return self_test(args.jobs)
         jobs = table_of(args.target or TARGETS, args.all)
         lost = left_out(jobs)
         jobs = [job for job in jobs if args.kernel in job.kernel]
         if not jobs: parser.error(f"no kernel has {args.kernel!r} in its name")
-        if args.list: told = [print(f"{j.kernel:11} {j.config:40} {j.target}", f"skipped: {j.skip}"*bool(j.skip)) for j in jobs]
-        else: told = check(jobs, args.jobs)
-    for name in lost: print(f"\nFAILED {name}: no configuration launches it; tools/aot_check.py needs one that does")
-    if args.list: return bool(lost)
+        if args.list:
+            for job in jobs:
+                said = f"skipped: {job.skip}" if job.skip else ""
+                print(f"{job.kernel:11} {job.config:45} {job.target:7} {said}".rstrip())
+        told = [] if args.list else check(jobs, args.jobs)
+    for name in lost: print(f"\nFAILED {name}: no configuration in tools/aot_check.py launches it")
     if args.json: save(args.json, told)
     n_bad, n_skip = sum(bool(bad) for _, _, bad in told), sum(bool(job.skip) for job in jobs)
-    cpu = sum(found.get("seconds", 0) for _, found, _ in told)
-    print(f"\n{len(jobs) - n_skip} compiled, {n_bad} of them failed, {n_skip} skipped; {time.monotonic() - start:.0f} s, "
-          f"{cpu:.0f} s of CPU; Triton {triton.__version__}, PyTorch {torch.__version__}")
+    if told:
+        cpu = sum(found.get("seconds", 0) for _, found, _ in told)
+        print(f"\n{len(jobs) - n_skip} compiled, {n_bad} of them failed, {n_skip} skipped; "
+              f"{time.monotonic() - start:.0f} s, {cpu:.0f} s of CPU; "
+              f"Triton {triton.__version__}, PyTorch {torch.__version__}")
     return int(bool(n_bad or lost))
 
 

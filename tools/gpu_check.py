@@ -1,11 +1,11 @@
-"""Is everything right on this GPU, how fast is it, and how far from what the hardware can do? One script, no network.
+"""Is everything right on this GPU, how fast is it, and how far from what the hardware can do? No network.
 
-python tools/gpu_check.py               # all of it, in at most five minutes: checks, ceilings, kernels, engine
-python tools/gpu_check.py --dry         # the same code, tiny, on a CPU in Triton's interpreter: times mean nothing
+python tools/gpu_check.py               # all of it, in five minutes: checks, ceilings, kernels, engine
+python tools/gpu_check.py --dry         # the same code, tiny, on a CPU in the interpreter: times mean nothing
 python tools/gpu_check.py --only check  # a part of it; with --slice 2/8 every eighth check, from the third on
 
-Each finding goes at once into a file of JSON lines in --out ($OUT, else bench/gpu), so that a cut loses little. A
-table comes last. The exit code is 0 if every check ran and passed; speeds are compared with targets, and that is all.
+Each finding goes at once into a file of JSON lines in --out ($OUT, else bench/gpu): a cut loses little. The
+table comes last. The exit code is 0 if every check ran and passed; speeds are compared with targets, and no more.
 """
 import argparse
 import gc
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import partial
@@ -58,6 +59,7 @@ PARTS = "check", "ceilings", "kernels", "engine"
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 LIMITS = {BF16: 1e-2, FP16: 2e-3, FP32: 2e-5}  # error of a row of an output, relative to the row
 B = 16                                         # tokens per block, where nothing else is said
+FAR = 2**31                                    # offsets that 32 bits cannot hold begin here
 
 
 # ---- where we are and what was found
@@ -91,7 +93,8 @@ class Lab:
 
     def find(self, name, key="ms"):
         "A number found earlier, or None"
-        return next((r[key] for r in reversed(self.rows) if r["name"] == name and r.get(key) is not None), None)
+        found = (r[key] for r in reversed(self.rows) if r["name"] == name and r.get(key) is not None)
+        return next(found, None)
 
     def section(
         self,
@@ -171,14 +174,15 @@ def stamp(lab):
         theirs = version("transformers")
     except PackageNotFoundError:
         theirs = None
-    found = dict(date=datetime.now(timezone.utc).isoformat(timespec="seconds"), dry=lab.dry, device=device_name(lab),
-                 python=platform.python_version(), torch=torch.__version__, triton=triton.__version__,
-                 transformers=theirs, cuda=torch.version.cuda, script=digest([Path(__file__)]),
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    found = dict(date=date, dry=lab.dry, device=device_name(lab), python=platform.python_version(),
+                 torch=torch.__version__, triton=triton.__version__, transformers=theirs,
+                 cuda=torch.version.cuda, script=digest([Path(__file__)]),
                  package=digest(sorted((ROOT/"pagedlm").glob("*.py"))), asked=" ".join(sys.argv[1:]))
     if not lab.dry:
         gpu = torch.cuda.get_device_properties(0)
-        found.update(driver=driver(), arch=kernels.gpu_of(lab.device)[0], processors=gpu.multi_processor_count,
-                     memory=gpu.total_memory)
+        arch, n = kernels.gpu_of(lab.device)
+        found.update(driver=driver(), arch=arch, processors=n, memory=gpu.total_memory)
     lab.log("stamp", "run", **found)
 
 
@@ -243,8 +247,8 @@ class Step:
         self.table = lab.ints([t + [0]*(max(sizes) - len(t)) for t in self.tables])
         self.spec = AttnSpec(H, Hk, D, D**-.5, layers.rope_table(D, 32, 1e4, device=lab.device), **how)
         self.backend, self.B = kernels.TritonBackend(kv_dtype, chunk, launches), B
-        config = ModelConfig(8, 8, n_layers, H, Hk, D, 8)
-        self.cache = self.backend.new_cache(config, n_blocks, B, dtype, lab.device)
+        self.config = ModelConfig(8, 8, n_layers, H, Hk, D, 8)
+        self.cache = self.backend.new_cache(self.config, n_blocks, B, dtype, lab.device)
         self.q = lab.rand(sum(q_lens), H, D, dtype=dtype)
 
     def fill(self):
@@ -273,7 +277,8 @@ class Step:
     def cuts(self, q_lens=None, kv_lens=None, n_rows=None):
         lens, put = (q_lens or self.q_lens, kv_lens or self.kv_lens), self.lab.ints
         plan = self.backend.plan([self.spec], self.cache, *lens, n_rows)
-        return [c._replace(tiles=put(c.tiles), merges=put(c.merges)) for c in plan[self.backend.key(self.spec)]]
+        cuts = plan[self.backend.key(self.spec)]
+        return [cut._replace(tiles=put(cut.tiles), merges=put(cut.merges)) for cut in cuts]
 
     def launch(self, cuts, o, layer=0):
         for cut in cuts:
@@ -370,7 +375,8 @@ def check_graph(lab):
     kept, o, buffers = step.fill(), torch.empty_like(step.q), step.cuts(n_rows=R)
     replay = lab.record(lambda: step.launch(buffers, o))
     rng, errors = random.Random(0), {}
-    mixed, edges = [rng.randint(1, long) for _ in range(R)], [rng.choice([1, 15, 16, 17, 33]) for _ in range(R)]
+    mixed = [rng.randint(1, long) for _ in range(R)]
+    edges = [rng.choice([1, 15, 16, 17, 33]) for _ in range(R)]
     for lens in (mixed, edges) if lab.dry else ([1]*R, [long]*R, mixed, edges):
         for old, new in zip(buffers, step.cuts(kv_lens=lens, n_rows=R)):
             old.tiles.copy_(new.tiles)
@@ -402,8 +408,8 @@ def check_fused(lab, dtype, T, C):
 def check_sample(lab, dtype, R, V):
     "The ids that `sampling.sample` draws; a row without sense gives -1"
     rng = random.Random(V)
-    rows = [rng.choice([(0., 0, 1., 0.), (.6, 0, 1., 0.), (1., 50, 1., 0.), (1., 0, .9, 0.), (.8, 40, .95, .02)])
-            for _ in range(R)]
+    kinds = [(0., 0, 1., 0.), (.6, 0, 1., 0.), (1., 50, 1., 0.), (1., 0, .9, 0.), (.8, 40, .95, .02)]
+    rows = [rng.choice(kinds) for _ in range(R)]
     how = [list(x) for x in zip(*rows)] + [list(range(R)), [rng.randrange(5000) for _ in range(R)]]
     logits = lab.rand(R, V, dtype=dtype)*4
     want = sample(logits.cpu(), *how)
@@ -411,7 +417,7 @@ def check_sample(lab, dtype, R, V):
     logits[0, V//2], logits[1] = math.nan, -math.inf
     bad = fused.sample(logits, *how)[:2].tolist()
     differ = int((got != want).sum()) + (bad != [-1, -1])*R
-    return dict(ok=differ <= R//50, error=differ, limit=R//50, rows=R)  # exp and log may round otherwise there
+    return dict(ok=differ <= R//50, error=differ, limit=R//50, rows=R)  # exp and log may round otherwise
 
 
 # ---- checks beyond 2**31
@@ -419,7 +425,7 @@ def check_sample(lab, dtype, R, V):
 def check_far_blocks(lab):
     "A cache of more than 2**31 numbers: blocks at its end are read, and stored to"
     Hk, G, D = 2, 4, 128
-    step = Step(lab, [1, 1], [100, 17], Hk, G, D, n_blocks=2**31//(Hk*B*D) + 20)
+    step = Step(lab, [1, 1], [100, 17], Hk, G, D, n_blocks=FAR//(Hk*B*D) + 20)
     kept = step.fill()
     errors = dict(attend=worst(step.attend(), step.wanted(kept)))
     last = step.tables[1][-1]
@@ -433,7 +439,7 @@ def check_far_blocks(lab):
 def check_far_rows(lab):
     "More than 2**31 numbers in queries, keys and outputs of one step"
     Hk, G, D = 1, 8, 256
-    T = 2**31//(G*D) + 8
+    T = FAR//(G*D) + 8
     step = Step(lab, [1], [1], Hk, G, D)
     (_, v), = step.fill()
     step.q, step.table = torch.ones(T, G, D, dtype=FP16, device=lab.device), step.table.repeat(T, 1)
@@ -454,7 +460,7 @@ def check_far_rows(lab):
 def check_far_fused(lab):
     "Norm, gate and sampler on more than 2**31 numbers"
     C, V = 4096, 151936
-    T, R = 2**31//C + 8, 2**31//V + 8
+    T, R = FAR//C + 8, FAR//V + 8
     x, w = torch.ones(T, C, dtype=FP16, device=lab.device), torch.ones(C, dtype=FP16, device=lab.device)
     x[-3:] = lab.rand(3, C, dtype=FP16)
     y, stream = fused.add_rmsnorm(x, x, w, 1e-5)
@@ -484,7 +490,8 @@ def random_model(lab, config, dtype, head_norms=False):
             p.mul_(.3 if name.startswith(("embed", "head")) else 2*p.shape[1]**-.5)
     if head_norms and model.specs[0].q_norm is None:
         def weight(): return (lab.rand(config.head_dim)*.1 + 1).to(dtype)
-        model.specs = [s._replace(q_norm=weight(), k_norm=weight(), norm_eps=config.norm_eps) for s in model.specs]
+        model.specs = [spec._replace(q_norm=weight(), k_norm=weight(), norm_eps=config.norm_eps)
+                       for spec in model.specs]
     return model
 
 
@@ -493,26 +500,27 @@ def in_transformers(lab, model):
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
     c, norms = model.config, model.specs[0].q_norm is not None
     config = (Qwen3Config if norms else LlamaConfig)(
-        vocab_size=c.vocab_size, hidden_size=c.width, num_hidden_layers=c.n_layers, num_attention_heads=c.n_heads,
-        num_key_value_heads=c.n_kv_heads, head_dim=c.head_dim, intermediate_size=c.mlp_width, rms_norm_eps=c.norm_eps,
+        vocab_size=c.vocab_size, hidden_size=c.width, num_hidden_layers=c.n_layers,
+        num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, head_dim=c.head_dim,
+        intermediate_size=c.mlp_width, rms_norm_eps=c.norm_eps,
         max_position_embeddings=c.max_len, rope_parameters=dict(rope_type="default", rope_theta=c.rope_theta),
         tie_word_embeddings=c.tied, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     with torch.device(lab.device):
-        theirs = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa").eval()
+        theirs = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
     weights, ours = {}, dict(model.named_parameters())
     for name, parts in families["llama"].tensors(c).items():
         weights.update(zip(parts, ours[name].split(list(parts.values()))))
-    for i, s in enumerate(model.specs):
-        if norms:
-            weights.update({f"model.layers.{i}.self_attn.{x}.weight": getattr(s, x) for x in ("q_norm", "k_norm")})
+    for layer, spec in enumerate(model.specs if norms else ()):
+        for name in "q_norm", "k_norm":
+            weights[f"model.layers.{layer}.self_attn.{name}.weight"] = getattr(spec, name)
     lacks, unknown = theirs.load_state_dict(weights, strict=False)
     if unknown or [name for name in lacks if not (c.tied and name == "lm_head.weight")]:
         raise ValueError(f"transformers' model lacks {lacks}, and does not know {unknown}")
-    return theirs
+    return theirs.eval()
 
 
 def our_logits(lab, model, ids, n):
-    "Of the last n tokens: a prompt in two chunks, then token by token, through blocks that nobody wrote before"
+    "Of the last n tokens: a prompt in two chunks, then token by token, through a cache full of NaN"
     backend, T, rows = kernels.TritonBackend(), len(ids), []
     cache = backend.new_cache(model.config, cdiv(T, B) + 2, B, model.dtype, lab.device)
     cache.fill(math.nan)
@@ -539,8 +547,8 @@ def check_model(lab, config, dtype, head_norms, n_ids, limit):
 
 def make_runner(lab, model, n_blocks, rows, max_len, graphs=True, kv_dtype=None, block_size=B):
     how = dict(record=lambda f: f) if lab.dry and graphs else {}  # a CPU has no CUDA graphs: call it again
-    kind = GraphRunner if graphs else Runner
-    return kind(model, kernels.TritonBackend(kv_dtype), n_blocks, block_size, rows, max_len, sample=fused.sample, **how)
+    kind, backend = GraphRunner if graphs else Runner, kernels.TritonBackend(kv_dtype)
+    return kind(model, backend, n_blocks, block_size, rows, max_len, sample=fused.sample, **how)
 
 
 def make_engine(runner, n_blocks, rows, max_len, budget, ahead):
@@ -578,7 +586,8 @@ def attention_checks(lab):
     "Every grouping and head size in bfloat16; other types and block sizes where they can differ"
     e5m2 = torch.float8_e5m2
     if lab.dry:
-        shapes = [(FP16, 4, 64, 16, None), (FP32, 3, 80, 16, None), (FP16, 1, 128, 5, None), (FP16, 8, 64, 32, FP8)]
+        shapes = [(FP16, 4, 64, 16, None), (FP32, 3, 80, 16, None), (FP16, 1, 128, 5, None),
+                  (FP16, 8, 64, 32, FP8)]
     else:
         shapes = [(FP32, 3, D, 16, None) for D in (256, 128, 80, 64)]  # these compile longest
         shapes += [(BF16, G, D, 16, None) for D, G in product((256, 128, 80, 64), (1, 3, 4, 8))]
@@ -591,8 +600,9 @@ def attention_checks(lab):
 
 
 def store_checks(lab):
-    shapes = [(3, 3, 64, 16, 64), (8, 2, 128, 16, 128, True), (1, 4, 80, 32, 32), (4, 1, 256, 16, 256, False, True),
-              (2, 1, 96, 1, 96, True), (8, 4, 128, 16, 128, False, False, FP8), (2, 8, 64, 16, 64, True, True, FP8)]
+    shapes = [(3, 3, 64, 16, 64), (8, 2, 128, 16, 128, True), (1, 4, 80, 32, 32), (2, 1, 96, 1, 96, True),
+              (4, 1, 256, 16, 256, False, True), (8, 4, 128, 16, 128, False, False, FP8),
+              (2, 8, 64, 16, 64, True, True, FP8)]
     names = "Hk G D B rot norm pairs kv_dtype".split()
     for dtype in (FP16,) if lab.dry else (BF16, FP16, FP32):
         for shape in shapes[1:6:2] if lab.dry else shapes:
@@ -667,180 +677,172 @@ def run_slices(lab, seconds):
 
 def ceilings(lab):
     "What this machine can do at best, measured the plainest way"
-    n, side = (2**20, 64) if lab.dry else (2**30, 8192)
+    n, side = (2**16, 64) if lab.dry else (2**30, 8192)
     dtype = FP16 if lab.dry else BF16
     x = lab.rand(n, dtype=dtype)
     y = torch.empty_like(x)
     ms = lab.ms(lambda: y.copy_(x), rep=100)
     lab.log("ceiling", "copy", ms=ms, rate=2*x.nbytes/ms*1e3, unit="bytes/s, read and written")
-    del x, y
     a, b = lab.rand(side, side, dtype=dtype), lab.rand(side, side, dtype=dtype)
     ms = lab.ms(lambda: a @ b, rep=150)
-    lab.log("ceiling", "matmul", ms=ms, rate=2*side**3/ms*1e3, unit=f"FLOP/s, {short(dtype)}, {side} x {side} x {side}")
-
-
-def share(lab, ms, nbytes=0, flops=0):
-    "What part of the ceilings that is: the floor over the time taken"
-    return floor_ms(lab, nbytes, flops)/ms
+    lab.log("ceiling", "matmul", ms=ms, rate=2*side**3/ms*1e3, unit=f"FLOP/s, {short(dtype)}, {side} cubed")
 
 
 def floor_ms(lab, nbytes=0, flops=0):
-    "No faster than this: the slower of moving and computing; NaN before the ceilings are known"
+    "No faster than this: the slower of moving and computing; NaN where the ceilings are not known"
     copy, matmul = (lab.find(name, "rate") or math.nan for name in ("copy", "matmul"))
     return max(nbytes/copy, flops/matmul)*1e3
 
 
+def pace(lab, ms, nbytes=0, flops=0):
+    "A time, and what part of it the floor is"
+    return dict(ms=ms, share=floor_ms(lab, nbytes, flops)/ms)
+
+
 # ---- times of attention
 
-def compiled(lab, f): return f if lab.dry else torch.compile(f, dynamic=False)
+def half(lab): return FP16 if lab.dry else BF16  # the interpreter has no bfloat16
 
 
-def rivals(lab, q, kv, causal, flex):
-    "The same attention by PyTorch over contiguous keys and values, which nobody has to gather: (name, ms)"
-    how = dict(is_causal=causal, enable_gqa=True)
-    yield "sdpa_ms", lab.ms(lambda: [sdpa(q, k, v, **how) for k, v in kv])/len(kv)
-    if flex:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-        n, mask = q.shape[2], None
-        if causal:
-            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=q.device.type)
-        f = compiled(lab, flex_attention)
-        yield "flex_ms", lab.ms(lambda: [f(q, k, v, block_mask=mask, enable_gqa=True) for k, v in kv])/len(kv)
-
-
-def log_rivals(lab, name, *args):
-    "Ours is written down already; they may fail"
-    try:
-        for key, ms in rivals(lab, *args):
-            lab.log("rival", name, **{key: ms})
-    except Exception as e:
-        lab.log("missing", f"PyTorch's {name}", what=f"{type(e).__name__}: {e}"[:300])
-    free()
+def heads(lab): return (2, 4, 64) if lab.dry else (8, 4, 128)  # Hk, G, D of Llama-3-8B
 
 
 def decode_name(R, L): return f"decode R={R} L={L}"
 
 
-def time_decode(lab, R, L, kv_dtype=None, launches={}, b=B, Hk=8, G=4, kind="time", suffix=""):
-    "One token for each of R requests with L keys, as a graph replays it; several layers, so that no cache has them"
-    D = 64 if lab.dry else 128
-    itemsize = 1 if kv_dtype else 2
-    nbytes = 2*R*L*Hk*D*itemsize
+def prefill_name(n, L): return f"prefill n={n} L={L}"
+
+
+def time_decode(lab, R, L, kv_dtype=None, launches={}, B=B, G=None, kind="time", suffix=""):
+    "A token for each of R requests of L keys, as a graph replays it; of so many layers that no L2 holds them"
+    Hk, default, D = heads(lab)
+    nbytes = 2*R*L*Hk*D*(1 if kv_dtype else 2)
     n = 1 if lab.dry else min(8, cdiv(10**9, nbytes))
-    step = Step(lab, [1]*R, [L]*R, Hk, G, D, b, FP16 if lab.dry else BF16, kv_dtype, n_layers=n, launches=launches).noise()
+    how = dict(dtype=half(lab), kv_dtype=kv_dtype, n_layers=n, launches=launches)
+    step = Step(lab, [1]*R, [L]*R, Hk, G or default, D, B, **how).noise()
     cuts, o = step.cuts(n_rows=R), torch.empty_like(step.q)
     ms = lab.ms(lambda: [step.launch(cuts, o, layer) for layer in range(n)])/n
-    lab.log(kind, decode_name(R, L) + suffix, ms=ms, share=share(lab, ms, nbytes), gigabytes=nbytes/1e9,
-            tiles=int((step.cuts()[0].tiles[:, 1] > 0).sum()), launch=str(tuple(cuts[0].launch)), block=b, layers=n)
+    lab.log(kind, decode_name(R, L) + suffix, **pace(lab, ms, nbytes), gigabytes=nbytes/1e9, layers=n,
+            tiles=int((cuts[0].tiles[:, 1] > 0).sum()), launch=tuple(cuts[0].launch), block=B)
 
 
 def decodes(lab):
-    "Decode attention, Llama-8B's shape: the two targets, then more"
+    "Decode attention in Llama-3-8B's shape: the two targets, then more"
     if lab.dry:
-        return time_decode(lab, 2, 20, Hk=2)
+        return time_decode(lab, 2, 20)
     for R, L in ((64, 4096), (1, 32768), (1, 512), (8, 4096), (256, 1024)):
         time_decode(lab, R, L)
     time_decode(lab, 64, 4096, kv_dtype=FP8, suffix=" fp8")
     time_decode(lab, 256, 900, G=2, suffix=" Qwen3-0.6B")
 
 
-def prefill_name(n, L): return f"prefill n={n} L={L}"
-
-
 def time_prefill(lab, n, L, launches={}, kind="time", suffix=""):
     "The last n tokens of a prompt of L"
-    Hk, G, D = (2, 4, 64) if lab.dry else (8, 4, 128)
-    step = Step(lab, [n], [L], Hk, G, D, dtype=FP16 if lab.dry else BF16, launches=launches).noise()
+    Hk, G, D = heads(lab)
+    step = Step(lab, [n], [L], Hk, G, D, dtype=half(lab), launches=launches).noise()
     cuts, o = step.cuts(), torch.empty_like(step.q)
     flops = 4*Hk*G*D*(n*L - n*n/2)
     ms = lab.ms(lambda: step.launch(cuts, o))
-    lab.log(kind, prefill_name(n, L) + suffix, ms=ms, share=share(lab, ms, flops=flops), tflops=flops/ms*1e-9,
-            launch=str(tuple(cuts[0].launch)))
+    lab.log(kind, prefill_name(n, L) + suffix, **pace(lab, ms, flops=flops), tflops=flops/ms*1e-9,
+            launch=tuple(cuts[0].launch))
 
 
 def prefills(lab):
-    "Prefill attention, Llama-8B's shape"
+    "Prefill attention in Llama-3-8B's shape"
     for n, L in ((20, 20),) if lab.dry else ((8192, 8192), (2048, 2048), (512, 512), (2048, 16384)):
         time_prefill(lab, n, L)
 
 
-def attention_rivals(lab):
-    "PyTorch's SDPA and FlexAttention on the shapes of the targets; both compile or choose by themselves"
-    dtype = FP16 if lab.dry else BF16
-    Hk, G, D = (2, 4, 64) if lab.dry else (8, 4, 128)
-    for R, L in ((2, 20),) if lab.dry else ((64, 4096), (1, 32768)):
-        n = 8 if R == 1 else 1
-        kv = [(lab.rand(R, Hk, L, D, dtype=dtype), lab.rand(R, Hk, L, D, dtype=dtype)) for _ in range(n)]
-        log_rivals(lab, decode_name(R, L), lab.rand(R, Hk*G, 1, D, dtype=dtype), kv, False, True)
-    for n in (20,) if lab.dry else (8192, 2048):
-        kv = [(lab.rand(1, Hk, n, D, dtype=dtype), lab.rand(1, Hk, n, D, dtype=dtype))]
-        log_rivals(lab, prefill_name(n, n), lab.rand(1, Hk*G, n, D, dtype=dtype), kv, True, n != 2048)
+def time_rivals(lab, name, n_q, R, L, n_layers):
+    "The same attention by PyTorch, over contiguous keys and values: nothing has to be gathered"
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    Hk, G, D = heads(lab)
+    q, causal = lab.rand(R, Hk*G, n_q, D, dtype=half(lab)), n_q > 1
+    kv = [[lab.rand(R, Hk, L, D, dtype=half(lab)) for _ in range(2)] for _ in range(n_layers)]
+    ms = lab.ms(lambda: [sdpa(q, k, v, is_causal=causal, enable_gqa=True) for k, v in kv])/n_layers
+    lab.log("rival", name, sdpa_ms=ms)
+    def seen(b, h, i, j): return i >= j
+    mask = create_block_mask(seen, None, None, n_q, L, device=lab.device.type) if causal else None
+    flex = flex_attention if lab.dry else torch.compile(flex_attention, dynamic=False)
+    ms = lab.ms(lambda: [flex(q, k, v, block_mask=mask, enable_gqa=True) for k, v in kv])/n_layers
+    lab.log("rival", name, flex_ms=ms)
+
+
+def rivals(lab):
+    "PyTorch's SDPA and FlexAttention in the shapes of the targets"
+    few = [(decode_name(2, 20), 1, 2, 20, 1), (prefill_name(20, 20), 20, 1, 20, 1)]
+    shapes = [(decode_name(64, 4096), 1, 64, 4096, 1), (prefill_name(8192, 8192), 8192, 1, 8192, 1),
+              (decode_name(1, 32768), 1, 1, 32768, 8)]
+    for shape in few if lab.dry else shapes:
+        how = dict(zip("name n_q R L n_layers".split(), shape))
+        lab.section(partial(time_rivals, **how), 12, ours=False)
 
 
 def tune(lab):
-    "Would another row of the launch table be faster? Last, because nothing else needs it"
+    "Would another row of the launch table be faster? Last, because nothing else needs to know"
     if lab.dry:
         return lab.log("skip", "tune", why="needs a GPU")
-    few = [(16, 32, 4, 4), (16, 64, 4, 3), (16, 64, 4, 2), (16, 32, 2, 4), (16, 64, 8, 3), (16, 128, 4, 2)]
-    many = [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3), (128, 128, 8, 2)]
-    for how in few:
-        for (R, L), b in product(((64, 4096), (1, 32768)), (16, 64)):
-            if lab.left() < 5:
-                return
-            time_decode(lab, R, L, launches=dict(few=kernels.Launch(*how)), b=b, kind="tune", suffix=" tune")
-    for how in many:
-        if lab.left() < 5:
-            return
-        time_prefill(lab, 8192, 8192, dict(many=kernels.Launch(*how)), "tune", " tune")
+    few = [(16, 64, 4, 3), (16, 32, 4, 4), (16, 64, 4, 2), (16, 32, 2, 4), (16, 64, 8, 3), (16, 128, 4, 2)]
+    many = [(128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3), (128, 128, 8, 2)]
+    every = [partial(time_prefill, n=8192, L=8192, launches=dict(many=kernels.Launch(*how))) for how in many]
+    every += [partial(time_decode, R=R, L=L, B=size, launches=dict(few=kernels.Launch(*how)))
+              for how, (R, L), size in product(few, ((64, 4096), (1, 32768)), (16, 64))]
+    for f in every:
+        if lab.left() > 6:
+            lab.section(partial(f, kind="tune", suffix=" tune"), 6)
 
 
 # ---- times of the small kernels and of the planner
 
 def small(lab):
-    "Store, norm, gate: bytes against bandwidth, and against PyTorch's own operations one after the other"
-    dtype, T = (FP16, 3) if lab.dry else (BF16, 8192)
-    Hk, G, D, C, width = (1, 2, 64, 64, 128) if lab.dry else (8, 4, 128, 4096, 14336)
-    step = Step(lab, [T], [T], Hk, G, D, dtype=dtype)
-    qkv, at = lab.rand(T, (G + 2)*Hk*D, dtype=dtype), torch.arange(T, device=lab.device)
+    "Store, norm, gate: bytes against bandwidth, and the same by PyTorch's own operations"
+    dtype, (Hk, G, D), T = half(lab), heads(lab), 3 if lab.dry else 8192
+    C, width = (64, 128) if lab.dry else (4096, 14336)
+    step, qkv = Step(lab, [T], [T], Hk, G, D, dtype=dtype), lab.rand(T, (G + 2)*Hk*D, dtype=dtype)
+    spec = step.spec._replace(rope=layers.rope_table(D, T, 1e4, device=lab.device))
+    at = torch.arange(T, device=lab.device)
     slots = (lab.ints(step.tables[0])[at//B]*B + at % B).int()
-    spec = step.spec._replace(rope=layers.rope_table(D, T + 1, 1e4, device=lab.device))
     meta = AttnMeta(None, None, None, slots, at, [T], [T])
+    cache = KVCache(step.config, cdiv(T, B) + 3, B, dtype, lab.device)
     x, r, g = lab.rand(T, C, dtype=dtype), lab.rand(T, C, dtype=dtype), lab.rand(T, 2*width, dtype=dtype)
     w = lab.rand(C, dtype=dtype)
-    for name, f, plain, nbytes in (
-            ("store", lambda: kernels.launch_store(spec, 0, step.cache, qkv, at, slots),
-             lambda: Backend().store(spec, 0, step.cache, qkv, meta) if lab.dry else None, 2*qkv.nbytes),
-            ("norm", lambda: fused.add_rmsnorm(x, r, w, 1e-5), lambda: layers.add_rmsnorm(x, r, w, 1e-5), 4*x.nbytes),
-            ("gate", lambda: fused.act_mul(g), lambda: layers.act_mul(g), 1.5*g.nbytes)):
-        ms = lab.ms(f)
-        lab.log("time", name, ms=ms, share=share(lab, ms, nbytes), plain_ms=lab.ms(plain), T=T)
+    for name, nbytes, f, by_torch in (
+            ("store", 2*qkv.nbytes, lambda: kernels.launch_store(spec, 0, step.cache, qkv, at, slots),
+             lambda: Backend().store(spec, 0, cache, qkv, meta)),
+            ("norm", 4*x.nbytes, lambda: fused.add_rmsnorm(x, r, w, 1e-5),
+             lambda: layers.add_rmsnorm(x, r, w, 1e-5)),
+            ("gate", 1.5*g.nbytes, lambda: fused.act_mul(g), lambda: layers.act_mul(g))):
+        lab.log("time", name, **pace(lab, lab.ms(f), nbytes), torch_ms=lab.ms(by_torch), T=T)
 
 
 def samplers(lab):
-    "Sampling for a full batch, and what a sort alone would cost"
+    "Sampling for a full batch; beside it nano-vllm's way, which knows no filters, and a sort"
     R, V = (2, 300) if lab.dry else (256, 151936)
-    logits, i64 = lab.rand(R, V, dtype=FP16 if lab.dry else BF16)*3, torch.int64
-    def column(x, dtype): return torch.full((R,), x, dtype=dtype, device=lab.device)
+    logits = lab.rand(R, V, dtype=half(lab))*3
+    def column(x, dtype=FP32): return torch.full((R,), x, dtype=dtype, device=lab.device)
+    seeds = column(1, torch.int64), column(7, torch.int64)
     for name, (t, k, p, m) in dict(greedy=(0., 0, 1., 0.), plain=(.6, 0, 1., 0.), top_p=(.6, 0, .95, 0.),
                                    top_k_top_p=(.6, 50, .95, 0.)).items():
-        how = column(t, FP32), column(k, torch.int32), column(p, FP32), column(m, FP32), column(1, i64), column(7, i64)
+        how = column(t), column(k, torch.int32), column(p), column(m), *seeds
         ms = lab.ms(lambda: fused.sample(logits, *how))
-        lab.log("time", f"sample {name}", ms=ms, share=share(lab, ms, logits.nbytes), R=R, V=V)
-    ms = lab.ms(lambda: torch.multinomial((logits.float()/.6).softmax(-1), 1))
-    lab.log("time", "softmax and multinomial", ms=ms)
-    lab.log("time", "sort alone", ms=lab.ms(lambda: logits.sort(-1)))
+        lab.log("time", f"sample {name}", **pace(lab, ms, logits.nbytes), R=R, V=V)
+
+    def race():
+        p = (logits.float()/.6).softmax(-1)
+        return p.div_(torch.empty_like(p).exponential_().clamp_min_(1e-10)).argmax(-1)
+    lab.log("time", "softmax and exponential race", ms=lab.ms(race, replay=False))
+    lab.log("time", "sort alone", ms=lab.ms(lambda: logits.sort(-1), replay=False))
 
 
 def planner(lab):
     "What the host pays for the tiles of a step"
-    R = 4 if lab.dry else 256
-    rng, times = random.Random(0), []
-    step = Step(lab, [1]*R, [rng.randint(100, 2000) for _ in range(R)], Hk=8, G=2, dtype=FP16)
+    R, rng, times = 4 if lab.dry else 256, random.Random(0), []
+    step = Step(lab, [1]*R, [rng.randint(100, 2000) for _ in range(R)], Hk=8, G=2)
     for _ in range(3 if lab.dry else 200):
         start = time.perf_counter()
         step.backend.plan([step.spec], step.cache, step.q_lens, step.kv_lens, R)
         times.append((time.perf_counter() - start)*1e3)
-    lab.log("time", "planner", ms=median(times), R=R)
+    lab.log("time", f"planner, {R} decodes", ms=median(times))
 
 
 # ---- the engine
@@ -856,92 +858,87 @@ def workload(n=256, low=100, high=1024, vocab=10000):
     return prompts, [rng.randint(low, high) for _ in range(n)]
 
 
-def decode_bytes(config):
-    "Of weights, which every step reads; the rows of an untied embedding do not count"
+def step_bytes(config):
+    "Of weights that a step must read: of an embedding that is not the head too, it reads a few rows"
     return weight_bytes(config) - (0 if config.tied else 2*config.vocab_size*config.width)
 
 
-def floor_seconds(lab, config, prompts, wants):
-    "Weights once per step and each K and V once per token over the bandwidth, prompts' arithmetic over the rate"
-    kv = sum(n*len(ids) + n*n/2 for ids, n in zip(prompts, wants))*kv_bytes_per_token(config)
+def floor_seconds(lab, config, prompts, wants, kv_bytes=2):
+    "Weights once a step and every K and V once a token over the bandwidth; prompts' arithmetic over the rate"
+    read = sum(n*len(ids) + n*n/2 for ids, n in zip(prompts, wants))*kv_bytes_per_token(config, kv_bytes)
     flops = sum(len(ids)*flops_per_token(config, len(ids)//2, logits=False) for ids in prompts)
-    return (floor_ms(lab, max(wants)*decode_bytes(config) + kv) + floor_ms(lab, flops=flops))/1e3
+    return (floor_ms(lab, max(wants)*step_bytes(config) + read) + floor_ms(lab, flops=flops))/1e3
 
 
-def serve(lab, engine, prompts, wants, seconds):
+def serve(lab, engine, prompts, wants, seconds=60):
     "Answer everything, or as much as the time allows"
     requests = add(engine, prompts, wants, .6)
-    start, end = time.perf_counter(), time.monotonic() + max(1, min(seconds, lab.left() - 3))
-    n_steps = 0
-    while len(engine.scheduler) and time.monotonic() < end:
+    start, end, n_steps = time.perf_counter(), time.monotonic() + min(seconds, lab.left() - 3), 0
+    while len(engine.scheduler) and (lab.dry or time.monotonic() < end):
         engine.step()
         n_steps += 1
-    took, n = time.perf_counter() - start, sum(r.n_output for r in requests)
-    done = not len(engine.scheduler)
+    took, n, left = time.perf_counter() - start, sum(r.n_output for r in requests), len(engine.scheduler)
     engine.reset()
-    return dict(tokens_per_s=n/took, tokens=n, seconds=took, steps=n_steps, finished=done,
+    return dict(tokens_per_s=n/took, tokens=n, seconds=took, steps=n_steps, finished=not left,
                 preempted=sum(r.n_preempted for r in requests))
 
 
 class House:
-    "A random model with memory for a whole workload"
-    def __init__(self, lab, name, config, head_norms):
-        self.lab, self.name, self.config = lab, name, config
+    "A random model, and memory for a whole workload"
+    def __init__(self, lab, name, config, head_norms=False):
+        self.lab, self.name, self.config, self.load = lab, name, config, workload()
+        self.rows, self.budget, self.max_len = 256, 16384, 4096
         if lab.dry:
-            tiny = tiny_config(norm_eps=config.norm_eps, tied=config.tied)
-            self.config, self.load = tiny, workload(3, 3, 9, 250)
-            self.rows, self.budget, self.max_len = 4, 16, 40
-        else:
-            self.load, self.rows, self.budget, self.max_len = workload(), 256, 16384, 4096
+            changes = dict(n_layers=1, n_heads=2, n_kv_heads=1, norm_eps=config.norm_eps, tied=config.tied)
+            self.config = tiny_config(**changes)
+            self.load, self.rows, self.budget, self.max_len = workload(2, 2, 5, 250), 2, 16, 40
         self.n_blocks = sum(cdiv(len(p) + n, B) for p, n in zip(*self.load)) + 2
         self.model = random_model(lab, self.config, FP32 if lab.dry else BF16, head_norms)
 
     def runner(self, graphs=True, kv_dtype=None):
+        "Ready to run: whatever a workload needs is compiled and recorded"
         start = time.monotonic()
         runner = make_runner(self.lab, self.model, self.n_blocks, self.rows, self.max_len, graphs, kv_dtype)
+        if not self.lab.dry:
+            prompts = [ids[:n] for ids, n in zip(self.load[0], (100, 333, 99, 1, 17))]
+            serve(self.lab, self.engine(runner), prompts, [3]*5)
         self.lab.log("note", f"{self.name}: runner made", graphs=graphs, seconds=time.monotonic() - start,
                      kv_gigabytes=runner.cache.nbytes/1e9)
-        return self.warm(runner)
-
-    def warm(self, runner):
-        "Whatever a run may need is compiled before anybody looks at the clock"
-        prompts, wants = [ids[:n] for ids, n in zip(self.load[0], (100, 333, 1000, 1, 17))], [3]*5
-        serve(self.lab, self.engine(runner), prompts, wants, 60)
         return runner
 
     def engine(self, runner, ahead=1):
         return make_engine(runner, self.n_blocks, self.rows, self.max_len, self.budget, ahead)
 
-    def full_run(self, runner, suffix="", seconds=60):
-        "nano-vllm's workload, against its floor"
-        found = serve(self.lab, self.engine(runner), *self.load, seconds)
-        floor = floor_seconds(self.lab, self.config, *self.load)
-        self.lab.log("engine", f"{self.name}: workload{suffix}", **found, floor_s=floor,
-                     share=floor/found["seconds"] if found["finished"] else None)
+
+def full_run(lab, house, runner, suffix="", seconds=60, kv_bytes=2):
+    "The workload, against its floor"
+    found = serve(lab, house.engine(runner), *house.load, seconds)
+    floor = floor_seconds(lab, house.config, *house.load, kv_bytes)
+    share = dict(share=floor/found["seconds"]) if found["finished"] else {}
+    lab.log("engine", f"{house.name}: workload{suffix}", **found, floor_s=floor, **share)
 
 
-def steady(lab, house, runner, R, n_prompt, n=30):
-    "Decodes only: how long a step takes, how long the device needs for it, and the host"
-    engine, n = house.engine(runner), 3 if lab.dry else n
-    rng = random.Random(0)
-    add(engine, [[rng.randrange(house.config.vocab_size) for _ in range(n_prompt)] for _ in range(R)], [n + 25]*R, .6)
-    while any(r.n_output < 3 for r in [*engine.scheduler.waiting, *engine.scheduler.running.values()]):
+def steady(lab, house, runner, R, n_prompt):
+    "Nothing but decodes: what a step takes, what the device needs for it, and the host"
+    engine, n, rng = house.engine(runner), 2 if lab.dry else 30, random.Random(0)
+    prompts = [[rng.randrange(house.config.vocab_size) for _ in range(n_prompt)] for _ in range(R)]
+    requests = add(engine, prompts, [n + 4 if lab.dry else n + 60]*R, .6)
+    while any(r.n_output < 2 for r in requests):
         engine.step()
     start = time.perf_counter()
     for _ in range(n):
         engine.step()
     wall = (time.perf_counter() - start)/n*1e3
-    context = sum(len(r.tokens) for r in engine.scheduler.running.values())
-    nbytes = decode_bytes(house.config) + context*kv_bytes_per_token(house.config)
+    context = sum(len(r.tokens) for r in requests)
     device, host = device_ms(lab, engine)
     engine.reset()
-    lab.log("engine", f"{house.name}: step of {R} decodes", ms=wall, device_ms=device, host_ms=host,
-            over_device=wall/device - 1, context=context/R, bound_ms=floor_ms(lab, nbytes),
-            share=share(lab, wall, nbytes))
+    nbytes = step_bytes(house.config) + context*kv_bytes_per_token(house.config)
+    lab.log("engine", f"{house.name}: step of {R} decodes", **pace(lab, wall, nbytes), device_ms=device,
+            host_ms=host, longer=wall/device - 1, context=context/R, gigabytes=nbytes/1e9)
 
 
 def device_ms(lab, engine, n=5):
-    "Two steps queued behind a long product, so that the device finds them ready: its time for one, and the host's"
+    "Two steps queued behind long products, so that the device never waits: its time for one, and the host's"
     if lab.dry:
         start = time.perf_counter()
         engine.step()
@@ -949,188 +946,174 @@ def device_ms(lab, engine, n=5):
     plug, times = lab.rand(8192, 8192, dtype=BF16), []
     for _ in range(n):
         torch.cuda.synchronize()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(20):
             plug @ plug
-        marks[0].record()
+        first.record()
         start = time.perf_counter()
-        engine.step()
+        engine.step()  # launches one, and takes in the ids of one that is done
         host = time.perf_counter() - start
-        engine.step()
-        marks[1].record()
+        engine.step()  # launches the next, and waits for the first
+        last.record()
         torch.cuda.synchronize()
-        times.append((marks[0].elapsed_time(marks[1])/2, host*1e3))
+        times.append((first.elapsed_time(last)/2, host*1e3))
     return [median(x) for x in zip(*times)]
 
 
-def modes(lab, house, runner):
-    "What graphs and being a step ahead bring: all requests, short answers, batches of many and of few"
+def modes(lab, house, runner, graphs):
+    "Short answers, to all requests and to a few: a step ahead, or always waiting for the ids"
     prompts, wants = house.load
-    few = len(prompts) if lab.dry else 8
-    for graphs in True, False:
-        if not graphs:
-            runner = None  # its memory is needed
-            free()
-            runner = house.runner(graphs=False)
-        for n, ahead in product((len(prompts), few), (1, 0)):
-            if lab.left() < 8 and not lab.dry:
-                return
-            found = serve(lab, house.engine(runner, ahead), prompts[:n], [min(x, 100) for x in wants[:n]], 20)
-            lab.log("engine", f"{house.name}: {n} short answers, graphs={graphs} ahead={ahead}", **found)
-        lab.find("")
+    for n, ahead in product((2,) if lab.dry else (256, 8), (1, 0)):
+        found = serve(lab, house.engine(runner, ahead), prompts[:n], [min(x, 100) for x in wants[:n]], 20)
+        lab.log("engine", f"{house.name}: {n} short answers, graphs={graphs} ahead={ahead}", **found)
 
 
-def transformers_run(lab, house, seconds):
+def without_graphs(lab, house): modes(lab, house, house.runner(graphs=False), graphs=False)
+
+
+def in_their_engine(lab, house, seconds=30):
     "The same weights and requests in transformers' continuous batching, which chooses its own settings"
-    import transformers
     from transformers import ContinuousBatchingConfig, GenerationConfig
-    model, (prompts, wants) = in_transformers(lab, house.model), house.load
+    model, (prompts, wants), done = in_transformers(lab, house.model), house.load, {}
     how = GenerationConfig(do_sample=True, temperature=.6, top_k=0, top_p=1., max_new_tokens=max(wants),
                            eos_token_id=-1, pad_token_id=0)
     sizes = dict(num_blocks=8, max_batch_tokens=64) if lab.dry else dict(max_memory_percent=.5)
-    manager = model.continuous_batching_context_manager(
-        generation_config=how, continuous_batching_config=ContinuousBatchingConfig(**sizes), block=True, timeout=10)
-    done = {}
-    with manager as m:
+    sizes = ContinuousBatchingConfig(**sizes)
+    engine = model.continuous_batching_context_manager(
+        generation_config=how, continuous_batching_config=sizes, block=True, timeout=10)
+    with engine as theirs:  # graphs are recorded here
         start, end = time.perf_counter(), time.monotonic() + min(seconds, lab.left() - 12)
-        ids = [m.add_request(list(p), max_new_tokens=n, eos_token_id=-1) for p, n in zip(prompts, wants)]
-        while len(done) < len(ids) and (time.monotonic() < end or lab.dry) and m.is_running():
-            answer = m.get_result(timeout=.5)
+        ids = [theirs.add_request(list(p), max_new_tokens=n, eos_token_id=-1) for p, n in zip(prompts, wants)]
+        while len(done) < len(ids) and time.monotonic() < end and theirs.is_running():
+            answer = theirs.get_result(timeout=.5)
             if answer is not None and answer.is_finished():
                 done[answer.request_id] = len(answer.generated_tokens)
         took, attention = time.perf_counter() - start, model.config._attn_implementation
-        under_way = 0
-        if len(done) < len(ids):  # counted for them, as far as they can be seen
-            states = getattr(m.batch_processor.scheduler, "active_requests", {}).values()
-            under_way = sum(len(s.generated_tokens) for s in states)
-            for id in set(ids) - set(done):
-                m.cancel_request(id)
-    n = sum(done.values()) + under_way
+        n = sum(done.values())
+        if len(done) < len(ids):  # what is under way counts for them
+            active = theirs.batch_processor.scheduler.active_requests
+            n += sum(len(request.generated_tokens) for request in [*active.values()])
+        for id in set(ids) - set(done):
+            theirs.cancel_request(id)
     lab.log("engine", f"{house.name}: transformers", tokens_per_s=n/took, tokens=n, seconds=took,
-            finished=len(done) == len(ids), attention=attention, version=transformers.__version__)
-
-
-def qwen(lab):
-    "Qwen3-0.6B's shape: the workload, a step of a full batch, graphs and asynchrony, transformers"
-    lab.log("note", "Qwen3-0.6B", what="its sizes and its norms of queries and keys, random weights"
-            if not lab.dry else "a tiny model with norms of queries and keys")
-    house = House(lab, "Qwen3-0.6B", QWEN, head_norms=True)
-    runner = house.runner()
-    house.full_run(runner)
-    steady(lab, house, runner, house.rows, 4 if lab.dry else 400)
-    del runner
-    free()
-    lab.section(partial(compare, house=house), 35, ours=False)
-    lab.section(partial(qwen_modes, house=house), 15)
-
-
-def compare(lab, house): transformers_run(lab, house, 45)
-
-
-def qwen_modes(lab, house): modes(lab, house, house.runner())
-
-
-def llama(lab):
-    "Llama-3-8B's shape: a step of 64 decodes against the bytes it must read, then the workload"
-    house = House(lab, "Llama-3-8B", LLAMA, head_norms=False)
-    runner = house.runner()
-    steady(lab, house, runner, 4 if lab.dry else 64, 4 if lab.dry else 2048)
-    house.full_run(runner, seconds=40)
-
-
-def eight_bits(lab):
-    "The workload once more with keys and values of 8 bits"
-    if lab.dry:
-        return lab.log("skip", "fp8", why="the interpreter rounds 8 bits otherwise")
-    house = House(lab, "Qwen3-0.6B", QWEN, head_norms=True)
-    house.full_run(house.runner(kv_dtype=FP8), ", fp8 K and V")
+            finished=len(done) == len(ids), attention=attention)
 
 
 def whole_model(lab):
-    "Logits of the large shape in bfloat16: rounding of 28 layers, and nothing else"
-    config = tiny_config(n_layers=3) if lab.dry else QWEN
-    found = check_model(lab, config, FP32 if lab.dry else BF16, True, 20 if lab.dry else 300, .1)
-    lab.log("check", "Qwen3-0.6B's shape and transformers'", **found)
+    "Logits of the large shape: rounding of 28 layers, and nothing else"
+    config, dtype, n_ids = (tiny_config(n_layers=1), FP32, 9) if lab.dry else (QWEN, BF16, 300)
+    found = check_model(lab, config, dtype, True, n_ids, .1)
+    lab.log("check", "model, Qwen3-0.6B's shape, and transformers'", **found)
+
+
+def qwen(lab):
+    "Qwen3-0.6B's shape: the workload, a step of a full batch, ahead or not; transformers; without graphs"
+    lab.log("note", "Qwen3-0.6B", what="a tiny model in its place" if lab.dry else
+            "its sizes, random weights; norms of queries and keys are set in the specs, not by the config")
+    house = House(lab, "Qwen3-0.6B", QWEN, head_norms=True)
+    runner = house.runner()
+    full_run(lab, house, runner)
+    lab.section(partial(steady, house=house, runner=runner, R=house.rows, n_prompt=4 if lab.dry else 400), 5)
+    lab.section(partial(modes, house=house, runner=runner, graphs=True), 8)
+    del runner
+    free()
+    lab.section(partial(in_their_engine, house=house), 35, ours=False)
+    lab.section(partial(without_graphs, house=house), 15)
+
+
+def llama(lab):
+    "Llama-3-8B's shape: a step of 64 decodes against the bytes it must read; the workload, if there is time"
+    house = House(lab, "Llama-3-8B", LLAMA)
+    runner = house.runner()
+    steady(lab, house, runner, *((2, 4) if lab.dry else (64, 2048)))
+    lab.section(partial(full_run, house=house, runner=runner, seconds=25), 60)
+
+
+def eight_bits(lab):
+    "The workload once more, with keys and values of 8 bits"
+    if lab.dry:
+        return lab.log("skip", "workload, fp8", why="the interpreter rounds 8 bits otherwise")
+    house = House(lab, "Qwen3-0.6B", QWEN, head_norms=True)
+    full_run(lab, house, house.runner(kv_dtype=FP8), ", fp8 K and V", kv_bytes=1)
 
 
 # ---- the targets
 
-def ratio(a, b): return None if a is None or not b else a/b
+def ratio(a, b): return a/b if a and b else None
 
 
 def targets(lab):
-    "(what, target, is it met when larger?, measured or None)"
+    "(what, target, met when larger?, measured or None)"
     large, long, prompt = decode_name(64, 4096), decode_name(1, 32768), prefill_name(8192, 8192)
-    ours, theirs = lab.find("Qwen3-0.6B: workload", "tokens_per_s"), lab.find("Qwen3-0.6B: transformers", "tokens_per_s")
+    ours, theirs = (lab.find(f"Qwen3-0.6B: {name}", "tokens_per_s") for name in ("workload", "transformers"))
     flex = [(name, ratio(lab.find(name, "flex_ms"), lab.find(name))) for name in (large, long, prompt)]
     return [("decode attention, 64 x 4096: share of copy bandwidth", .85, True, lab.find(large, "share")),
             ("decode attention, 1 x 32768: share of copy bandwidth", .70, True, lab.find(long, "share")),
             ("prefill attention, 8192: share of matmul rate", .50, True, lab.find(prompt, "share")),
-            *((f"{name}: times faster than FlexAttention", 1., True, x) for name, x in flex),
+            *((f"{name}: FlexAttention's time over ours", 1., True, x) for name, x in flex),
             ("Llama-3-8B, step of 64 decodes: share of bytes/bandwidth", .75, True,
              lab.find("Llama-3-8B: step of 64 decodes", "share")),
-            ("Qwen3-0.6B, workload: share of its floor", .60, True, lab.find("Qwen3-0.6B: workload", "share")),
+            ("Qwen3-0.6B, workload: share of its floor", .60, True,
+             lab.find("Qwen3-0.6B: workload", "share")),
             ("Qwen3-0.6B, workload: output tokens/s", 21000, True, ours),
-            ("Qwen3-0.6B, workload: times transformers' rate", 3., True, ratio(ours, theirs)),
-            ("Qwen3-0.6B, step of 256 decodes: longer than its device time by", .05, False,
-             lab.find("Qwen3-0.6B: step of 256 decodes", "over_device")),
-            ("planner, 256 decodes: ms", .3, False, lab.find("planner") if not lab.dry else None)]
+            ("Qwen3-0.6B, workload: rate over transformers'", 3., True, ratio(ours, theirs)),
+            ("Qwen3-0.6B, step of 256 decodes: longer than its device time", .05, False,
+             lab.find("Qwen3-0.6B: step of 256 decodes", "longer")),
+            ("planner, 256 decodes: ms", .3, False, lab.find("planner, 256 decodes"))]
 
 
 def verdict(target, larger, x):
-    if x is None or math.isnan(x):
+    if not isinstance(x, (int, float)):  # NaN is a word by now
         return "not measured"
     return "met" if (x >= target if larger else x <= target) else "gap"
 
 
 def finish(lab):
-    "Targets, then a short table; the exit code"
+    "The table, and the exit code"
     checks = [r for r in lab.rows if r["kind"] == "check"]
-    bad = [r for r in checks if not r["ok"]] + [r for r in lab.rows if r["kind"] == "error"]
-    asked = "check" in lab.how.only
-    print("\n" + "-"*100)
-    if lab.how.only != ["check"]:
-        for name, target, larger, x in targets(lab):
-            word = verdict(target, larger, x)
-            lab.rows.append(row := dict(kind="target", name=name, target=target, measured=x, verdict=word))
-            with open(lab.path, "a", encoding="utf-8") as f:
-                f.write(json.dumps(row) + "\n")
-            print(f"{name:<66}{'>=' if larger else '<='} {target:<7g}{'-' if x is None else f'{x:.4g}':>9}  {word}")
+    bad = [r for r in lab.rows if r["kind"] == "error" or r["kind"] == "check" and not r["ok"]]
+    print("-"*110)
+    for name, target, larger, x in targets(lab) if lab.how.only != ["check"] else ():
+        x = None if lab.dry else x
+        word = verdict(target, larger, x)
+        lab.log("target", name, target=target, measured=x, verdict=word)
+        shown = f"{x:.4g}" if isinstance(x, float) else "-"
+        print(f"{name:<66}{'>=' if larger else '<='} {target:<7g}{shown:>9}  {word}")
     for r in lab.rows:
         if r["kind"] in ("ceiling", "missing", "skip"):
             print(f"{r['kind']:8} {r['name']}: {r.get('rate') or r.get('what') or r.get('why')}")
     for r in bad:
-        print(f"FAILED   {r['name']}: {r.get('error') or r.get('what')} {r.get('where', '')}")
-    print(f"{len(checks)} checks, {len(bad)} failed; {device_name(lab)}; {lab.path}"
+        print(f"FAILED   {r['name']}: {r.get('what') or r.get('error')} {r.get('where', '')}")
+    print(f"{len(checks)} checks, {len(bad)} failures; {device_name(lab)}; {lab.path}"
           + "; a dry run: its times mean nothing"*lab.dry)
-    return int(bool(bad) or asked and not checks)
+    return int(bool(bad) or "check" in lab.how.only and not checks)
 
+
+# ---- the command line
 
 def parse(argv):
-    add = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add.add_argument("--dry", action="store_true", help="tiny, on a CPU, in the interpreter")
-    add.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
-    add.add_argument("--seconds", type=float, default=290, help="when to be done")
-    add.add_argument("--slice", help="i/n: every n-th check, from the i-th on")
-    add.add_argument("--jobs", type=int, help="processes for the checks; default: 1 dry, else up to 12")
-    add.add_argument("--out", help="folder for the findings")
-    add.add_argument("--into", help="file to add the findings to, used by slices")
-    how = add.parse_args(argv)
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument("--dry", action="store_true", help="tiny, on a CPU, in the interpreter")
+    args.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
+    args.add_argument("--seconds", type=float, default=290, help="when to be done")
+    args.add_argument("--slice", help="i/n: every n-th check, from the i-th on")
+    args.add_argument("--jobs", type=int, help="processes for the checks; default: 1 dry, else up to 12")
+    args.add_argument("--out", help="folder for the findings")
+    args.add_argument("--into", help="file to add them to: what --jobs tells its processes")
+    how = args.parse_args(argv)
     how.only = how.only.split(",")
     if wrong := set(how.only) - set(PARTS):
-        add.error(f"--only {','.join(wrong)}: there are {', '.join(PARTS)}")
+        args.error(f"--only {','.join(wrong)}: there are {', '.join(PARTS)}")
     if how.slice and not re.fullmatch(r"\d+/[1-9]\d*", how.slice):
-        add.error(f"--slice {how.slice}: i/n, like 0/8")
+        args.error(f"--slice {how.slice}: i/n, like 0/8")
     how.jobs = how.jobs or (1 if how.dry or how.slice else max(1, min(12, (os.cpu_count() or 2)*3//4)))
     how.out = Path(how.out or os.environ.get("OUT") or ROOT/("build/gpu_check" if how.dry else "bench/gpu"))
     return how
 
 
-def start(how):
+def begin(how):
     "Where the findings go; the stamp comes first"
     lab = Lab(how)
-    if not how.dry and not torch.cuda.is_available():
-        sys.exit("PyTorch sees no GPU here. `--dry` runs the same code on a CPU, tiny, in Triton's interpreter.")
     if not lab.path:
         day = datetime.now(timezone.utc).strftime("%Y-%m-%d_%H%M")
         how.out.mkdir(parents=True, exist_ok=True)
@@ -1140,19 +1123,30 @@ def start(how):
     return lab
 
 
+SECTIONS = (  # what they are part of, and seconds that they need at least: what a cut may take comes last
+    ("ceilings", ceilings, 5), ("kernels", decodes, 10), ("kernels", prefills, 8), ("kernels", planner, 1),
+    ("kernels", small, 4), ("kernels", samplers, 4), ("engine", whole_model, 10), ("engine", qwen, 20),
+    ("engine", llama, 30), ("kernels", rivals, 15), ("engine", eight_bits, 20), ("kernels", tune, 10))
+
+
 def main(argv=None):
+    "Returns the exit code"
     how = parse(argv)
-    lab = start(how)
+    if not how.dry and not torch.cuda.is_available():
+        sys.exit("PyTorch sees no GPU. With --dry, the same code runs on a CPU: tiny, in the interpreter.")
+    if how.dry and not kernels.INTERPRETED:
+        sys.exit("--dry needs the interpreter: set TRITON_INTERPRET=1 before Triton is imported.")
+    if how.dry:
+        warnings.filterwarnings("ignore", module="triton.runtime.interpreter|torch.nn.attention")
+    lab = begin(how)
     if "check" in how.only:
         run_checks(lab) if how.jobs == 1 else run_slices(lab, min(120, how.seconds*.45))
-    sections = [(ceilings, 5, ("ceilings", "kernels", "engine")), (decodes, 10, ("kernels",)), (prefills, 8, ("kernels",)),
-                (planner, 1, ("kernels",)), (small, 4, ("kernels",)), (samplers, 4, ("kernels",)),
-                (whole_model, 10, ("engine",)), (qwen, 20, ("engine",)), (llama, 30, ("engine",)),
-                (attention_rivals, 20, ("kernels",)), (eight_bits, 20, ("engine",)), (tune, 10, ("kernels",))]
-    for f, need, parts in sections:
-        if set(parts) & set(how.only):
+    if how.into:
+        return int(any(not r["ok"] for r in lab.rows if r["kind"] == "check"))
+    for part, f, need in SECTIONS:
+        if part in how.only or part == "ceilings" and how.only != ["check"]:
             lab.section(f, need)
-    return finish(lab) if not how.into else int(any(not r.get("ok", True) for r in lab.rows))
+    return finish(lab)
 
 
 if __name__ == "__main__":

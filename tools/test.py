@@ -1,6 +1,6 @@
 """Everything that CI checks, one step after the other; a failing step does not keep the next from running.
 
-python tools/test.py            # all: sync, notebooks, tests, site
+python tools/test.py            # all: sync, site, notebooks, kernels, tests
 python tools/test.py sync site  # some
 """
 import os
@@ -15,6 +15,7 @@ STEPS = dict( # name: (what it shows, command)
     sync=("modules, README.md and sidebar in step with the notebooks", ["tools/check.py"]),
     site=("site built, every link leads somewhere", ["tools/docs.py", "site"]),
     notebooks=("every notebook runs from top to bottom", ["tools/nbexec.py", "--check", "--n", "2"]),
+    kernels=("Triton kernels compiled for GPUs that are not here", ["tools/aot_check.py"]),
     pytest=("tests/", ["-m", "pytest", "-q", "-n", str(min(4, CORES)), "--durations", "5"]))
 
 
