@@ -28,9 +28,9 @@ fcfs = Policy(order=lambda r: (r.arrival, r.number),
               victim=lambda r: (-r.arrival, -r.number),  # the youngest
               mix=lambda r: r.n_missing > 1)             # decodes, then chunks, each in order of admission
 
-# %% ../nbs/21_scheduler.ipynb #805c9287
+# %% ../nbs/21_scheduler.ipynb #7a9651c5
 priority = Policy(order=lambda r: (r.priority, r.arrival, r.number),
-                  victim=lambda r: (-r.priority, -r.arrival, -r.number), # the least urgent, of those the youngest
+                  victim=lambda r: (-r.priority, -r.arrival, -r.number), # least urgent, then youngest
                   mix=fcfs.mix)
 shortest_first = fcfs._replace(order=lambda r: (len(r.tokens), r.number), # preempted: its output counts too
                                victim=lambda r: (-len(r.tokens), -r.number))

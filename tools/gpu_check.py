@@ -5,7 +5,7 @@ python tools/gpu_check.py --dry         # the same code, tiny, on a CPU in the i
 python tools/gpu_check.py --only check  # a part of it; with --slice 2/8 every eighth check, from the third on
 
 Each finding goes at once into a file of JSON lines in --out ($OUT, else bench/gpu): a cut loses little. The
-table comes last. The exit code is 0 if every check ran and passed; speeds are compared with targets, and no more.
+table comes last. The exit code is 0 if every check ran and passed; speeds are only compared with targets.
 """
 import argparse
 import gc
@@ -178,7 +178,7 @@ def stamp(lab):
     found = dict(date=date, dry=lab.dry, device=device_name(lab), python=platform.python_version(),
                  torch=torch.__version__, triton=triton.__version__, transformers=theirs,
                  cuda=torch.version.cuda, script=digest([Path(__file__)]),
-                 package=digest(sorted((ROOT/"pagedlm").glob("*.py"))), asked=" ".join(sys.argv[1:]))
+                 package=digest(sorted((ROOT/"pagedlm").glob("*.py"))), asked=lab.how.asked)
     if not lab.dry:
         gpu = torch.cuda.get_device_properties(0)
         arch, n = kernels.gpu_of(lab.device)
@@ -987,7 +987,11 @@ def in_their_engine(lab, house, seconds=30):
         while len(done) < len(ids) and time.monotonic() < end and theirs.is_running():
             answer = theirs.get_result(timeout=.5)
             if answer is not None and answer.is_finished():
+                if answer.error:
+                    raise RuntimeError(answer.error)
                 done[answer.request_id] = len(answer.generated_tokens)
+        if not theirs.is_running():
+            raise RuntimeError("transformers' generation thread ended early")
         took, attention = time.perf_counter() - start, model.config._attn_implementation
         n = sum(done.values())
         if len(done) < len(ids):  # what is under way counts for them
@@ -1101,7 +1105,7 @@ def parse(argv):
     args.add_argument("--out", help="folder for the findings")
     args.add_argument("--into", help="file to add them to: what --jobs tells its processes")
     how = args.parse_args(argv)
-    how.only = how.only.split(",")
+    how.only, how.asked = how.only.split(","), " ".join(sys.argv[1:] if argv is None else argv)
     if wrong := set(how.only) - set(PARTS):
         args.error(f"--only {','.join(wrong)}: there are {', '.join(PARTS)}")
     if how.slice and not re.fullmatch(r"\d+/[1-9]\d*", how.slice):
