@@ -32,7 +32,7 @@ help:
 	@echo 'make sidebar    write the sidebar of _quarto.yml from the notebooks'
 	@echo 'make prepare    export, exec, readme, sidebar, check: before a commit'
 	@echo 'make check      are modules, notebooks, README.md and sidebar in step?'
-	@echo 'make aot        compile every kernel in every configuration, for five kinds of GPU: half an hour, no GPU'
+	@echo 'make aot        compile every kernel in every configuration for five kinds of GPU: 15 minutes, without any'
 	@echo 'make wheel      build the wheel into dist/ and try it away from the repository'
 	@echo 'make clean      remove what the targets above built; the environment stays'
 

@@ -561,6 +561,8 @@ def main(given=None):
     if args.json: save(args.json, told)
     n_bad, n_skip = sum(bool(bad) for _, _, bad in told), sum(bool(job.skip) for job in jobs)
     if told:
+        n_spill = sum(bool(found.get("spills")) and not bad for _, found, bad in told)
+        if n_spill: print(f"\n{n_spill} outside the default table spill, which is slow but not wrong")
         cpu = sum(found.get("seconds", 0) for _, found, _ in told)
         print(f"\n{len(jobs) - n_skip} compiled, {n_bad} of them failed, {n_skip} skipped; "
               f"{time.monotonic() - start:.0f} s, {cpu:.0f} s of CPU; "

@@ -851,6 +851,9 @@ QWEN = ModelConfig(151936, 1024, 28, 16, 8, 128, 3072, norm_eps=1e-6, rope_theta
 LLAMA = EXAMPLES["Llama-3-8B"]
 
 
+TINY = 2, 2, 4, 250  # a workload for a dry run
+
+
 def workload(n=256, low=100, high=1024, vocab=10000):
     "nano-vllm's benchmark: prompts, and how many ids each wants"
     rng = random.Random(0)
@@ -891,7 +894,7 @@ class House:
         if lab.dry:
             changes = dict(n_layers=1, n_heads=2, n_kv_heads=1, norm_eps=config.norm_eps, tied=config.tied)
             self.config = tiny_config(**changes)
-            self.load, self.rows, self.budget, self.max_len = workload(2, 2, 5, 250), 2, 16, 40
+            self.load, self.rows, self.budget, self.max_len = workload(*TINY), 2, 16, 40
         self.n_blocks = sum(cdiv(len(p) + n, B) for p, n in zip(*self.load)) + 2
         self.model = random_model(lab, self.config, FP32 if lab.dry else BF16, head_norms)
 
@@ -920,24 +923,25 @@ def full_run(lab, house, runner, suffix="", seconds=60, kv_bytes=2):
 
 def steady(lab, house, runner, R, n_prompt):
     "Nothing but decodes: what a step takes, what the device needs for it, and the host"
-    engine, n, rng = house.engine(runner), 2 if lab.dry else 30, random.Random(0)
+    engine, n, rng = house.engine(runner), 1 if lab.dry else 30, random.Random(0)
     prompts = [[rng.randrange(house.config.vocab_size) for _ in range(n_prompt)] for _ in range(R)]
-    requests = add(engine, prompts, [n + 4 if lab.dry else n + 60]*R, .6)
+    requests = add(engine, prompts, [n + 6 if lab.dry else n + 60]*R, .6)
     while any(r.n_output < 2 for r in requests):
         engine.step()
+    before = device_ms(lab, engine)
     start = time.perf_counter()
     for _ in range(n):
         engine.step()
     wall = (time.perf_counter() - start)/n*1e3
-    context = sum(len(r.tokens) for r in requests)
-    device, host = device_ms(lab, engine)
+    context = sum(len(r.tokens) for r in requests) - R*n/2
+    device, host = (sum(x)/2 for x in zip(before, device_ms(lab, engine)))  # contexts grow: before and after
     engine.reset()
     nbytes = step_bytes(house.config) + context*kv_bytes_per_token(house.config)
     lab.log("engine", f"{house.name}: step of {R} decodes", **pace(lab, wall, nbytes), device_ms=device,
             host_ms=host, longer=wall/device - 1, context=context/R, gigabytes=nbytes/1e9)
 
 
-def device_ms(lab, engine, n=5):
+def device_ms(lab, engine, n=3):
     "Two steps queued behind long products, so that the device never waits: its time for one, and the host's"
     if lab.dry:
         start = time.perf_counter()
@@ -957,6 +961,7 @@ def device_ms(lab, engine, n=5):
         last.record()
         torch.cuda.synchronize()
         times.append((first.elapsed_time(last)/2, host*1e3))
+    engine.step()      # under way again, for whoever comes next
     return [median(x) for x in zip(*times)]
 
 
