@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 PORT   ?= 8000
 NB     ?=
+GPU    ?=
 
 BIN  := $(VENV)/bin
 PY   := $(BIN)/python
@@ -16,7 +17,7 @@ RUN  := $(VENV)/.installed-run
 DEV  := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check aot docs preview lab export exec clean-nbs readme sidebar prepare wheel clean
+.PHONY: help demo test check aot gpu docs preview lab export exec clean-nbs readme sidebar prepare wheel clean
 
 help:
 	@echo 'make demo       answer three prompts with the default model: the engine at work'
@@ -33,6 +34,7 @@ help:
 	@echo 'make prepare    export, exec, readme, sidebar, check: before a commit'
 	@echo 'make check      are modules, notebooks, README.md and sidebar in step?'
 	@echo 'make aot        compile every kernel in every configuration for five kinds of GPU: 15 minutes, without any'
+	@echo 'make gpu        check and measure everything on the GPU of this machine: 5 minutes (GPU=--dry: on any CPU)'
 	@echo 'make wheel      build the wheel into dist/ and try it away from the repository'
 	@echo 'make clean      remove what the targets above built; the environment stays'
 
@@ -69,6 +71,9 @@ check: $(DEV)
 
 aot: $(DEV)
 	@$(PY) tools/aot_check.py --all
+
+gpu: $(RUN)
+	@$(PY) tools/gpu_check.py $(GPU)
 
 wheel: $(DEV)
 	@$(PY) tools/wheel.py

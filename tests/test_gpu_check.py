@@ -110,6 +110,9 @@ def test_failures_are_told(script, tmp_path, monkeypatch):
         lab.rows = [dict(kind="check", name="x", ok=True)]
         lab.section(lambda lab: 1/0, 0, ours)
         assert script.finish(lab) == code
+    lab.rows = [dict(kind="check", name="x", ok=True)]
+    lab.section(script.late, 0)     # the alarm
+    assert script.finish(lab) == 0 and kinds(lab.rows, "skip")
     lab.rows = []
     assert script.finish(lab) == 1  # no check ran
     lab.how.jobs = 2

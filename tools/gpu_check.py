@@ -16,6 +16,7 @@ import os
 import platform
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -109,6 +110,8 @@ class Lab:
         start = time.monotonic()
         try:
             f(self)
+        except TimeoutError as e:
+            self.log("skip", name, **told(e))
         except Exception as e:
             self.log("error" if ours else "missing", name, **told(e))
         finally:
@@ -1138,15 +1141,21 @@ SECTIONS = (  # what they are part of, and seconds that they need at least: what
     ("engine", llama, 30), ("kernels", rivals, 15), ("engine", eight_bits, 20), ("kernels", tune, 10))
 
 
+def late(*_): raise TimeoutError("it took longer than there was time")
+
+
 def main(argv=None):
     "Returns the exit code"
     how = parse(argv)
     if not how.dry and not torch.cuda.is_available():
         sys.exit("PyTorch sees no GPU. With --dry, the same code runs on a CPU: tiny, in the interpreter.")
-    if how.dry and not kernels.INTERPRETED:
-        sys.exit("--dry needs the interpreter: set TRITON_INTERPRET=1 before Triton is imported.")
+    if how.dry != kernels.INTERPRETED:
+        sys.exit(f"TRITON_INTERPRET must be {'1' if how.dry else 'unset'} before Triton is imported.")
     if how.dry:
         warnings.filterwarnings("ignore", module="triton.runtime.interpreter|torch.nn.attention")
+    else:
+        signal.signal(signal.SIGALRM, late)
+        signal.alarm(int(how.seconds) + 5)  # whatever is stuck then is left, and the table still comes
     lab = begin(how)
     if "check" in how.only:
         run_checks(lab) if how.jobs == 1 else run_slices(lab, min(120, how.seconds*.45))
@@ -1155,6 +1164,7 @@ def main(argv=None):
     for part, f, need in SECTIONS:
         if part in how.only or part == "ceilings" and how.only != ["check"]:
             lab.section(f, need)
+    signal.alarm(0)
     return finish(lab)
 
 
