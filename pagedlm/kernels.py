@@ -30,7 +30,7 @@ except ImportError as e:
 # %% ../nbs/14_kernels.ipynb #77cac947
 TILE_FIELDS = "row n pos req lo hi slot first".split()
 
-# %% ../nbs/14_kernels.ipynb #e59876ac
+# %% ../nbs/14_kernels.ipynb #4f9fb616
 class Launch(NamedTuple):
     "How one kernel runs on one kind of GPU"
     BM:int             # rows of a tile: tokens x query heads of one key/value head
@@ -40,14 +40,14 @@ class Launch(NamedTuple):
 
 LAUNCHES = { # (architecture, head size up to this power of two, kind); None: any
     (None, None, "few"): Launch(16, 32),
-    (None, 512, "few"): Launch(16, 16),
+    (None, 256, "few"): Launch(16, 32, 8),
     (None, None, "many"): Launch(64, 32, 4, 2),
     (None, 256, "many"): Launch(64, 32, 8, 2),
-    (None, 512, "many"): Launch(32, 16, 8, 2),
     ("sm_80", None, "many"): Launch(128, 32, 8),
     ("sm_90", None, "many"): Launch(128, 64, 8),
     ("sm_100", None, "many"): Launch(128, 64, 8),
     ("gfx942", None, "few"): Launch(16, 32, 4, 2),
+    ("gfx942", 256, "few"): Launch(16, 32, 4, 2),
     ("gfx942", 256, "many"): Launch(32, 32, 4, 2)}
 
 def launch_for(
@@ -410,7 +410,7 @@ def cut_step(
         cuts.append(Cut(launch, tiles, merges, n))
     return cuts
 
-# %% ../nbs/14_kernels.ipynb #0f1631ae
+# %% ../nbs/14_kernels.ipynb #c00950eb
 class TritonBackend(Backend):
     "Paged attention by the kernels of this module"
     def __init__(self,
@@ -428,6 +428,8 @@ class TritonBackend(Backend):
         if dtype not in can:
             where = "in the interpreter " if INTERPRETED else ""
             raise ValueError(f"dtype={dtype}, but {where}the Triton kernels take {', '.join(map(str, can))}")
+        if config.head_dim > 256:
+            raise ValueError(f"head_dim={config.head_dim}, but the Triton kernels know head sizes up to 256")
         cache = TritonCache(config, n_blocks, block_size, dtype, device, self.kv_dtype)
         arch = gpu_of(cache.k.device)[0]
         if self.kv_dtype == torch.float8_e4m3fn and arch in ("sm_80", "sm_86", "sm_87"):

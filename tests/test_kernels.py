@@ -435,6 +435,11 @@ def test_types_that_would_go_wrong(dtype):
         kernels.TritonBackend().new_cache(tiny_config(), 4, 4, dtype)
 
 
+def test_head_sizes_that_no_launch_is_made_for():
+    with pytest.raises(ValueError, match="head_dim=512, but the Triton kernels know head sizes up to 256"):
+        kernels.TritonBackend().new_cache(tiny_config(head_dim=512), 4, 4, torch.float32)
+
+
 # ---- who tests the tests?
 
 CHECKS = {  # cheap ones first
