@@ -33,3 +33,13 @@ def default_reference(quick_gguf):
     from pagedlm.weights import default_model
     path = default_model()
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    "For many small tensors: threads would wait for each other"
+    import torch
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)

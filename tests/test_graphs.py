@@ -20,12 +20,7 @@ from pagedlm.runner import Direct, Pinned, Runner, largest_plan, pack, unpack
 N_ENGINES = 24
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Late(Direct):

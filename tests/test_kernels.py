@@ -34,18 +34,11 @@ from pagedlm.runner import Runner
 from pagedlm.sampling import generate_naive
 from pagedlm.scheduler import Scheduler
 
-pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="Triton was imported without TRITON_INTERPRET=1")
+pytestmark = [pytest.mark.skipif(not kernels.INTERPRETED, reason="Triton was imported without TRITON_INTERPRET=1"),
+              pytest.mark.usefixtures("one_thread")]
 SMALL = dict(few=(16, 16), many=(32, 32))  # tiles, so small that short contexts have several
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3}
 UGLY = 1, 15, 16, 17, 100                  # lengths, for blocks of 16
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
 
 
 # ---- a step of one layer

@@ -19,12 +19,7 @@ N_ENGINES = 30                                                              # wi
 EOS = 7, 21, 42                                                             # any ids: a random model says them all
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache
