@@ -272,14 +272,14 @@ def find_policy(
     if policy in policies: return policies[policy]
     raise ValueError(f"scheduling_policy={policy!r}, but there is only {', '.join(policies)}")
 
-# %% ../nbs/40_llm.ipynb #e13df9bd
+# %% ../nbs/40_llm.ipynb #e04d23d5
 class LLM:
     "Text in, text out, over one engine. vLLM's names; an option that is not there yet raises"
     def __init__(self,
         model=None,                          # a folder, a .gguf, a `Transformer`; None: SmolLM2-135M-Instruct
         tokenizer=None,                      # needed beside a `Transformer`
         dtype="auto",                        # of weights and cache; auto: float32 on a CPU, else as stored
-        quantization=None,                   # only None: packed weights are unpacked at load
+        quantization=None,                   # only None: unpacked; see `quant.load_packed`
         max_model_len:int=None,              # longest sequence, prompt and output; None: the model's limit
         max_num_seqs:int=None,               # most requests at once; None: 256, or the budget if that is less
         max_num_batched_tokens:int=None,     # budget of a step, tokens; None: 512 on a CPU, 2048 on a GPU

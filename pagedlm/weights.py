@@ -118,7 +118,7 @@ def default_model()->Path: # a .gguf file
     if not path.exists(): _fetch(path)
     return _checked(path)
 
-# %% ../nbs/08_weights.ipynb #464d6c86
+# %% ../nbs/08_weights.ipynb #5184906a
 class SafetensorsSource:
     "A folder in Hugging Face's layout: config.json, *.safetensors, tokenizer.json"
     def __init__(self, path):
@@ -160,6 +160,8 @@ class SafetensorsSource:
     def names(self)->set: return set(self.files)
 
     def tensor(self, name): return self.files[name].get_tensor(name)
+
+    def packed(self, name): return None # nothing is packed here
 
     def tokenizer(self)->Tokenizer: return Tokenizer(self.path)
 
@@ -275,7 +277,7 @@ def _gguf_tokenizer(source)->Path:
         with whole_file(path) as f: f.write(text.encode())
     return path
 
-# %% ../nbs/08_weights.ipynb #76b04224
+# %% ../nbs/08_weights.ipynb #aacd2213
 class GGUFSource:
     "One .gguf file: config, vocabulary and weights, which are unpacked when asked for"
     def __init__(self, path):
@@ -315,12 +317,19 @@ class GGUFSource:
 
     def names(self)->set: return set(self.tensors)
 
+    def _rows(self, name, data): # in the order of a safetensors file
+        heads = "num_key_value_heads" if name.endswith("k_proj.weight") else "num_attention_heads"
+        rows = torch.from_numpy(data)
+        return unpermute(rows, self.meta[heads]) if name.endswith(self.family.permuted) else rows
+
+    def packed(self, name)->tuple: # (what GGUF calls the format, the bytes of each row); None: plain numbers
+        t = self.tensors[name]
+        if t.data.dtype == np.uint8: return t.tensor_type.name, self._rows(name, np.array(t.data))
+
     def tensor(self, name):
         t = self.tensors[name]
-        heads = "num_key_value_heads" if name.endswith("k_proj.weight") else "num_attention_heads"
         try:
-            x = torch.from_numpy(np.require(dequantize(t.data, t.tensor_type), np.float32, "W"))
-            return unpermute(x, self.meta[heads]) if name.endswith(self.family.permuted) else x
+            return self._rows(name, np.require(dequantize(t.data, t.tensor_type), np.float32, "W"))
         except (NotImplementedError, ValueError) as e:
             raise ValueError(f"{self.path}: {t.name}, stored as {t.tensor_type.name}: {e}") from None
 
@@ -363,7 +372,7 @@ def _spare_head(family, config, source)->set:
     if torch.equal(source.tensor(head), source.tensor(embed)): return {head}
     raise ValueError(f"{source.path}: tie_word_embeddings is true, but {head} differs from {embed}")
 
-# %% ../nbs/08_weights.ipynb #48feb5bc
+# %% ../nbs/08_weights.ipynb #3c4ee90c
 def load_into(
     model,   # a `Transformer`
     source,  # see `open_source`
@@ -376,13 +385,17 @@ def load_into(
     if model.config.tied: have -= _spare_head(family, model.config, source)
     if need - have: raise ValueError(f"{source.path}: missing tensors: {some(need - have)}")
     if have - need: raise ValueError(f"{source.path}: tensors that nothing here uses: {some(have - need)}")
-    params = dict(model.named_parameters())
-    odd = params.keys() ^ recipes.keys()
+    places = dict(model.named_parameters()) # a parameter, or a module that keeps its rows in its own way:
+    places |= {f"{name}.weight": m for name, m in model.named_modules() if hasattr(m, "take_rows")}
+    odd = places.keys() ^ recipes.keys()
     if odd: raise ValueError(f"in the model or in the recipes of {family.name}, but not in both: {some(odd)}")
     for ours, recipe in recipes.items():
-        for rows, name in zip(params[ours].split(list(recipe.values())), recipe): _fill(rows, source, name)
+        if hasattr(places[ours], "take_rows"): places[ours].take_rows(source, recipe)
+        else:
+            parts = places[ours].split(list(recipe.values()))
+            for rows, name in zip(parts, recipe): _fill(rows, source, name)
 
-# %% ../nbs/08_weights.ipynb #eef61c2d
+# %% ../nbs/08_weights.ipynb #f3b08d4f
 DTYPES = dict(float64=torch.float64, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
 
 def pick_dtype(
@@ -397,16 +410,17 @@ def pick_dtype(
     raise ValueError(f"dtype={dtype!r}, but it must be auto or one of {', '.join(DTYPES)}")
 
 def load_model(
-    path,         # a folder with *.safetensors, or a .gguf file
-    dtype=None,   # None or "auto": float32 on a CPU, elsewhere as stored; or a name in `DTYPES`
-    device=None,  # None: the CPU
-    **kw,         # for `Transformer`: ops, make_linear
-)->tuple:         # (`Transformer`, `Tokenizer`)
+    path,               # a folder with *.safetensors, or a .gguf file
+    dtype=None,         # None or "auto": float32 on a CPU, elsewhere as stored; or a name in `DTYPES`
+    device=None,        # None: the CPU
+    build=Transformer,  # what makes the model, called as build(config, dtype=…, device=…, **kw)
+    **kw,               # for `build`: ops, make_linear
+)->tuple:               # (`Transformer`, `Tokenizer`)
     "A checkpoint, ready to run"
     source, device = open_source(path), torch.device(device or "cpu")
     try: config = config_from(source.meta)
     except ValueError as e: raise ValueError(f"{source.path}: {e}") from None
     tokenizer = source.tokenizer()
-    model = Transformer(config, dtype=pick_dtype(dtype, source.dtype, device), device=device, **kw)
+    model = build(config, dtype=pick_dtype(dtype, source.dtype, device), device=device, **kw)
     load_into(model, source)
     return model, tokenizer
