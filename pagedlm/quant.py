@@ -8,7 +8,7 @@ __all__ = ['GROUP', 'formats', 'kinds', 'SLICE', 'Format', 'fit_q4_0', 'fit_q4_1
            'packed_product', 'plain_product', 'stored_rows', 'Rows', 'QLinear', 'QEmbedding', 'tie', 'pack',
            'stored_bytes', 'packed_transformer', 'load_packed', 'quality']
 
-# %% ../nbs/09_quant.ipynb #6331a09e
+# %% ../nbs/09_quant.ipynb #03808dca
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from torch import nn
 
 from .layers import Embedding, Linear
 from .model import Transformer
-from .weights import load_model, some
+from .weights import load_model
 
 # %% ../nbs/09_quant.ipynb #dcbf324e
 GROUP = 32 # values that share a scale, in every format here

@@ -1,4 +1,4 @@
-"Packed weights: every codec is gguf's, every product is the one in integers, and a packed model answers like its weights"
+"Packed weights: codecs are gguf's, products are the one in integers, and a packed model answers like its weights"
 import gc
 import weakref
 from itertools import product
@@ -36,7 +36,8 @@ def theirs(kind):
 def numbers(N, C, seed=0):
     "Rows with all that is awkward: zeros, a constant, an outlier, tiny and huge values, ties"
     x = torch.randn(N, C, generator=torch.Generator().manual_seed(seed))
-    for i, row in enumerate((torch.zeros(C), torch.full((C,), -2.5), x[0]*1e-7, x[0]*1e4, (x[0]*2).round()/2, -x[0].abs())):
+    odd = torch.zeros(C), torch.full((C,), -2.5), x[0]*1e-7, x[0]*1e4, (x[0]*2).round()/2, -x[0].abs()
+    for i, row in enumerate(odd):
         if i < N:
             x[i] = row
     x[-1, C//2] = 300
@@ -143,7 +144,7 @@ def test_rounded_activations():
 
 @pytest.mark.parametrize("kind", formats)
 def test_a_rows_bits_do_not_depend_on_its_neighbours(kind):
-    "True of the product in integers. The fast one leaves the order of sums to the BLAS, and promises the tolerance only"
+    "The product in integers keeps this. The fast one leaves the order of sums to the BLAS: it promises the tolerance"
     rng = torch.Generator().manual_seed(0)
     x, rows = torch.randn(37, 288, generator=rng), pack_rows(torch.randn(30, 288, generator=rng), kind)
     together = int_product(x, rows)
@@ -163,8 +164,9 @@ def test_linear_of_mixed_parts():
     lin.bias.data = torch.randn(30, generator=rng)
     assert [p.shape[0] for p in lin.parts] == [10, 5, 8, 7]
     flat = x.flatten(0, 1)
-    want = torch.cat([int_product(flat, p) if isinstance(p, Packed) else flat @ p.unpack().T for p in parts], -1) + lin.bias
-    torch.testing.assert_close(lin(x), want.view(2, 3, 30), rtol=1e-5, atol=1e-4)
+    ys = [int_product(flat, p) if isinstance(p, Packed) else flat @ p.unpack().T for p in parts]
+    want = (torch.cat(ys, -1) + lin.bias).view(2, 3, 30)
+    torch.testing.assert_close(lin(x), want, rtol=1e-5, atol=1e-4)
     y = lin(x.bfloat16())
     assert y.dtype == torch.bfloat16 and y.shape == (2, 3, 30)
 
