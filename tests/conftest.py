@@ -8,6 +8,13 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anybody imports Triton: a process has one mode for good
 
 
+@pytest.fixture(scope="session", autouse=True)
+def poison():
+    "What torch.empty returns is NaN: memory that still holds an earlier, right answer would hide that nobody wrote it"
+    import torch
+    torch.use_deterministic_algorithms(True)
+
+
 @pytest.fixture(scope="session")
 def default_pair():
     "Our (model, tokenizer) of the default model, float32"
