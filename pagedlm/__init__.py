@@ -6,7 +6,17 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 def __getattr__(name):
     "Load `LLM` and `SamplingParams` on first use, so that `import pagedlm` is instant"
     if name not in _LAZY: raise AttributeError(f"module 'pagedlm' has no attribute {name!r}")
+    return getattr(_load(_LAZY[name]), name)
+
+def _load(module):
+    "Import a part with Python's cycle collector paused, which would walk torch's objects again and again"
+    import gc
     from importlib import import_module
-    return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    on = gc.isenabled()
+    gc.disable()
+    try: return import_module(f".{module}", __name__)
+    finally:
+        gc.freeze() # what was imported stays: later collections need not look at it
+        if on: gc.enable()
 
 def __dir__(): return __all__

@@ -106,13 +106,13 @@ class Packed(nn.Module):
         w = self.scaled(rows, d)
         return w if m is None else w.unflatten(-1, (-1, GROUP)).add_(m[..., None]).flatten(1)
 
-# %% ../nbs/09_quant.ipynb #d07768e7
+# %% ../nbs/09_quant.ipynb #9e8c330f
 def from_blocks(
     kind:str,  # in `formats`
-    blocks,    # bytes of each row as in a GGUF, (N, G*n_bytes) uint8
+    blocks,    # bytes of each row as in a GGUF, (N, G*n_bytes) uint8, a tensor or an array
 )->Packed:
     "The same integers, sorted by what they are"
-    f = formats[kind]
+    f, blocks = formats[kind], torch.as_tensor(blocks)
     scales, q = blocks.unflatten(-1, (-1, f.n_bytes)).split([2*f.n_scales, f.bits*GROUP//8], -1)
     if f.bits == 8: q = q.view(torch.int8)
     return Packed(kind, q.contiguous(), scales.contiguous().view(torch.float16).movedim(-1, 0).contiguous())

@@ -1,5 +1,7 @@
 "Packed weights: codecs are gguf's, products are the one in integers, and a packed model answers like its weights"
 import gc
+import subprocess
+import sys
 import weakref
 from itertools import product
 
@@ -77,6 +79,24 @@ def test_a_block_by_hand():
     x = torch.zeros(1, 32)
     x[0, 1], x[0, 17] = 127, -254  # scale 2: integers 64 (half to even: 63.5) and -127
     assert int_product(x, rows).item() == 2*(64*want[1] - 127*want[17])
+
+
+def test_blocks_in_a_map_stay_as_they_are():
+    "An array will do, and nothing of it is kept"
+    blocks = np.frombuffer(bytes(range(40))*3, np.uint8).reshape(3, 40).copy()
+    rows = from_blocks("Q4_1", blocks)
+    want = to_blocks(rows).clone()
+    assert torch.equal(want, torch.from_numpy(blocks))
+    blocks[:] = 0
+    assert torch.equal(to_blocks(rows), want)
+
+
+@pytest.mark.usefixtures("default_pair")  # by then the vocabulary is converted
+def test_a_packed_start_unpacks_nothing():
+    code = ("import sys; from pagedlm.quant import load_packed; from pagedlm.weights import default_model; "
+            "load_packed(default_model()); print({'gguf', 'transformers', 'safetensors', 'jinja2'} & {*sys.modules})")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize("kind", formats)

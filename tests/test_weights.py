@@ -2,7 +2,10 @@
 import hashlib
 import json
 import shutil
+import struct
 import subprocess
+import sys
+import time
 import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +22,7 @@ from pagedlm import weights
 from pagedlm.attention import Dense
 from pagedlm.families import config_from
 from pagedlm.model import Transformer
-from pagedlm.weights import default_model, load_into, load_model, open_source
+from pagedlm.weights import GGML, GGUFFile, config_of, default_model, load_into, load_model, open_source, unpack
 
 SHAPES = {"gqa": dict(num_attention_heads=8, num_key_value_heads=2, head_dim=16),  # 8·16 ≠ 64
           "mha": dict(num_attention_heads=4, num_key_value_heads=4, head_dim=16),
@@ -44,7 +47,7 @@ def llama(shape="gqa", tied=True, seed=0):
 def ours(path, dtype=torch.float32):
     "Our model of a checkpoint, tokenizer or not"
     source = open_source(path)
-    model = Transformer(config_from(source.meta), dtype=dtype)
+    model = Transformer(config_of(source), dtype=dtype)
     load_into(model, source)
     return model
 
@@ -194,6 +197,84 @@ def test_gguf_packed(tmp_path, kind):
     assert 0 < (model.model.embed_tokens.weight - before).abs().max() < .2
     assert source.dtype == (torch.float16 if kind == "F16" else torch.bfloat16)
     check(ours(source.path), model)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 8, 20])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0"])
+def test_unpack(tmp_path, kind, rows):
+    "Long rows change nothing"
+    q = gguf.GGMLQuantizationType[kind]
+    packed = quantize(np.random.default_rng(0).normal(size=(rows, 512)).astype(np.float32), q)
+    w = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    w.add_tensor("x", packed, raw_dtype=q)
+    w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
+    (t,) = GGUFFile(tmp_path / "m.gguf").tensors
+    assert (t.kind, t.shape, t.is_packed) == (kind, (rows, 512), True)
+    np.testing.assert_array_equal(unpack(t), dequantize(packed, q))
+
+
+def test_types():
+    for number, (name, *sizes) in GGML.items():
+        kind = gguf.GGMLQuantizationType(number)
+        assert (name, tuple(sizes)) == (kind.name, gguf.GGML_QUANT_SIZES[kind])
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_1", "Q5_0"])
+def test_header_is_what_gguf_reads(tmp_path, kind):
+    "Every kind of value, and every tensor's bytes"
+    def more(w):
+        bytes_and_words(w)
+        values = dict(uint8=200, int8=-3, uint16=60000, int16=-300, uint32=2**31, int32=-2**31, uint64=2**63,
+                      int64=-2**63, float32=.1, float64=.1, bool=True, string="naïve 🙂")
+        for name, value in values.items():
+            getattr(w, f"add_{name}")(f"x.{name}", value)
+        w.add_array("x.floats", [.5, -1.5])
+        w.add_array("x.bools", [True, False, True])
+    path = write_gguf(llama(), tmp_path / "m.gguf", kind, vocabulary=more)
+    ours, full = GGUFFile(path), gguf.GGUFReader(path)
+    for key, field in full.fields.items():
+        if key.startswith("GGUF."):
+            continue
+        value = ours.fields.pop(key)
+        if field.types[:2] == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]:
+            assert value is None
+        else:
+            assert (value.tolist() if isinstance(value, np.ndarray) else value) == field.contents(), key
+    assert not ours.fields and ours.data_offset == full.data_offset
+    assert len(ours.tensors) == len(full.tensors)
+    for a, b in zip(ours.tensors, full.tensors):
+        assert (a.name, a.kind, a.shape) == (b.name, b.tensor_type.name, tuple(map(int, b.shape[::-1])))
+        assert a.data.tobytes() == b.data.tobytes()
+
+
+def test_nobody_writes_into_the_file(tmp_path):
+    path = write_gguf(llama(), tmp_path / "m.gguf")
+    before, source = path.read_bytes(), open_source(path)
+    for name in source.names():
+        source.tensor(name).zero_()
+    del source
+    assert path.read_bytes() == before
+
+
+@pytest.mark.usefixtures("default_pair")  # by then the vocabulary is converted
+def test_needs_little():
+    "To open a packed file, and to read its vocabulary and its blocks"
+    code = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED: raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Block())
+BLOCKED = "torch", "transformers", "gguf", "safetensors", "jinja2", "numpy", "tokenizers"
+from pagedlm import weights
+BLOCKED = BLOCKED[:-2]
+source = weights.open_source(weights.default_model())
+print(weights.config_of(source).n_layers, source.tokenizer().encode("Hello"))
+print({source.packed(name)[0] for name in source.names() if source.packed(name)})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert not done.returncode, done.stderr
+    assert done.stdout.startswith("30 [") and "Q4_1" in done.stdout and "Q8_0" in done.stdout
 
 
 def bytes_and_words(w):
@@ -356,6 +437,96 @@ def test_scrambled_gguf(tmp_path):
             ours(path)
         except ValueError as e:
             assert str(e)
+
+
+def texts(*words):
+    return b"".join(struct.pack("<Q", len(w)) + w for w in words)
+
+
+def header(fields=b"", n_fields=0, tensors=b"", n_tensors=0, version=3, magic=b"GGUF"):
+    return magic + struct.pack("<IQQ", version, n_tensors, n_fields) + fields + tensors
+
+
+def info(name, *shape, kind=0, offset=0, n_dims=None):
+    dims = len(shape) if n_dims is None else n_dims
+    return texts(name) + struct.pack(f"<I{len(shape)}QIQ", dims, *shape, kind, offset)
+
+
+def field(key, kind, value=b""):
+    return texts(key) + struct.pack("<I", kind) + value
+
+
+LOT, A, B = 10**15, info(b"a", 8), info(b"b", 8, offset=32)
+HOSTILE = {
+    "not a GGUF": (header(magic=b"GGML"), "begins with"),
+    "byte order": (header(version=3 << 24), "byte order"),
+    "version": (header(version=1), "version 1, and only 2 and 3"),
+    "tensors": (header(n_tensors=LOT), f"claims {LOT} tensors, and has room for 11 at most"),
+    "fields": (header(n_fields=LOT), f"claims {LOT} fields, and has room for 19 at most"),
+    "key": (header(struct.pack("<Q", LOT), 1), f"claims {LOT} characters, and has room for 256 at most"),
+    "not UTF-8": (header(texts(b"\xff"), 1), "utf-8"),
+    "text": (header(field(b"k", 8, struct.pack("<Q", 2**64 - 1)), 1), f"claims {2**64 - 1} characters"),
+    "value": (header(field(b"k", 13), 1), "type 13, which does not exist"),
+    "numbers": (header(field(b"k", 9, struct.pack("<IQ", 5, LOT)), 1), f"claims {LOT} numbers, and has room for"),
+    "list of texts": (header(field(b"k", 9, struct.pack("<IQ", 8, LOT)), 1), f"claims {LOT} texts, and has room for"),
+    "one long text": (header(field(b"k", 9, struct.pack("<IQQ", 8, 2, 2**64 - 1)), 1), "list of 2 texts does not end"),
+    "last text": (header(field(b"k", 9, struct.pack("<IQQ", 8, 1, 999)), 1), "list of 1 texts does not end"),
+    "lists": (header(field(b"k", 9, struct.pack("<IQ", 9, 2)), 1), "a list of values of type 9"),
+    "a key twice": (header(2 * field(b"k", 0, b"1"), 2), "k is in it twice"),
+    "alignment 0": (header(field(b"general.alignment", 4, struct.pack("<I", 0)), 1), "general.alignment=0"),
+    "alignment 4": (header(field(b"general.alignment", 4, struct.pack("<I", 4)), 1), "a multiple of 8"),
+    "alignment text": (header(field(b"general.alignment", 8, texts(b"32")), 1), "general.alignment='32'"),
+    "no dimension": (header(tensors=info(b"a"), n_tensors=1), "0 dimensions"),
+    "dimensions": (header(tensors=info(b"a", 8, n_dims=2**32 - 1), n_tensors=1), f"{2**32 - 1} dimensions"),
+    "type": (header(tensors=info(b"a", 8, kind=9999), n_tensors=1), "tensor of type 9999"),
+    "row": (header(tensors=info(b"a", 40, kind=3), n_tensors=1), "rows of 40, and Q4_1 has blocks of 32"),
+    "empty": (header(tensors=info(b"a", 0), n_tensors=1), "a takes 0 bytes"),
+    "large": (header(tensors=info(b"a", 2**63, 2**63, 2**63), n_tensors=1), f"a takes {2**191} bytes, and"),
+    "gap": (header(tensors=A + info(b"b", 8, offset=64), n_tensors=2), "b should begin at byte 32, not 64"),
+    "one over another": (header(tensors=A + info(b"b", 8), n_tensors=2), "b should begin at byte 32, not 0"),
+    "a tensor twice": (header(tensors=A + A, n_tensors=2), "a is in it twice"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_gguf(tmp_path, name):
+    "Refused soon, with the value and the limit"
+    data, words = HOSTILE[name]
+    (tmp_path / "m.gguf").write_bytes(data + bytes(256))
+    start = time.process_time()
+    with pytest.raises(ValueError, match=words) as e:
+        open_source(tmp_path / "m.gguf")
+    assert "m.gguf: not a GGUF file, or damaged" in str(e.value) and time.process_time() - start < .5
+
+
+def test_small_gguf(tmp_path):
+    "The pieces above, when they are right"
+    (tmp_path / "m.gguf").write_bytes(header(field(b"k", 0, b"1"), 1, A + B, 2) + bytes(256))
+    file = GGUFFile(tmp_path / "m.gguf")
+    assert file.fields == {"k": 49} and [t.name for t in file.tensors] == ["a", "b"]
+
+
+CLAIMS = {"layers": dict(num_hidden_layers=10**9), "weights": dict(intermediate_size=10**12),
+          "positions": dict(max_position_embeddings=10**12)}
+
+
+@pytest.mark.parametrize("what", CLAIMS)
+def test_claims_of_a_config(tmp_path, sound, what):
+    shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
+    edit(tmp_path / CONFIG, **CLAIMS[what])
+    start = time.process_time()
+    with pytest.raises(ValueError, match=rf"its config claims \d+ {what}, but at most \d+ can be:"):
+        load_model(tmp_path)
+    assert time.process_time() - start < .5
+
+
+@pytest.mark.parametrize("key", ["block_count", "feed_forward_length", "context_length"])
+def test_claims_of_a_gguf(tmp_path, key, monkeypatch):
+    add = getattr(gguf.GGUFWriter, f"add_{key}")
+    monkeypatch.setattr(gguf.GGUFWriter, f"add_{key}", lambda self, n: add(self, 2**32 - 1))
+    path = write_gguf(llama(), tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match="m.gguf: its config claims .* but at most"):
+        load_model(path)
 
 
 @pytest.mark.parametrize("more,words", [
