@@ -8,6 +8,7 @@ VENV   ?= .venv
 PORT   ?= 8000
 NB     ?=
 GPU    ?=
+PEERS  ?=
 
 BIN  := $(VENV)/bin
 PY   := $(BIN)/python
@@ -17,7 +18,7 @@ RUN  := $(VENV)/.installed-run
 DEV  := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check aot gpu docs preview lab export exec clean-nbs readme sidebar prepare wheel clean
+.PHONY: help demo test check aot gpu peers docs preview lab export exec clean-nbs readme sidebar prepare wheel clean
 
 help:
 	@echo 'make demo       answer three prompts with the default model: the engine at work'
@@ -35,6 +36,7 @@ help:
 	@echo 'make check      are modules, notebooks, README.md and sidebar in step?'
 	@echo 'make aot        compile every kernel in every configuration for five kinds of GPU: 15 minutes, without any'
 	@echo 'make gpu        check and measure everything on the GPU of this machine: 5 minutes (GPU=--dry: on any CPU)'
+	@echo 'make peers      compare with other engines on this CPU, in turns: half an hour (PEERS=list: who is installed)'
 	@echo 'make wheel      build the wheel into dist/ and try it away from the repository'
 	@echo 'make clean      remove what the targets above built; the environment stays'
 
@@ -74,6 +76,9 @@ aot: $(DEV)
 
 gpu: $(RUN)
 	@$(PY) tools/gpu_check.py $(GPU)
+
+peers: $(DEV)
+	@$(PY) tools/peers.py $(PEERS)
 
 wheel: $(DEV)
 	@$(PY) tools/wheel.py

@@ -31,7 +31,7 @@ setup(
                  "Programming Language :: Python :: 3",
                  "Topic :: Scientific/Engineering :: Artificial Intelligence"],
     python_requires=f">={c['min_python']}",
-    packages=find_packages(include=[c["lib_path"], c["lib_path"] + ".*"]),
+    packages=[*find_packages(include=[c["lib_path"], c["lib_path"] + ".*"]), c["lib_path"] + ".workloads"],
     install_requires=c["requirements"].split(),
     extras_require=extras,
     entry_points={"console_scripts": c["console_scripts"].split("\n"),

@@ -10,6 +10,7 @@ def __getattr__(name):
 
 def _load(module):
     "Import a part with Python's cycle collector paused, which would walk torch's objects again and again"
+    import atexit
     import gc
     from importlib import import_module
     on = gc.isenabled()
@@ -17,6 +18,7 @@ def _load(module):
     try: return import_module(f".{module}", __name__)
     finally:
         gc.freeze() # what was imported stays: later collections need not look at it
+        atexit.register(gc.unfreeze)
         if on: gc.enable()
 
 def __dir__(): return __all__

@@ -104,7 +104,7 @@ def _root(salt): # what the first block follows; `person` keeps salts apart from
     if salt is None: return b""
     return blake2b(str(salt).encode(errors="surrogatepass"), digest_size=32, person=b"salt").digest()
 
-# %% ../nbs/12_blocks.ipynb #d1badca8
+# %% ../nbs/12_blocks.ipynb #25dad982
 class BlockManager:
     "Tables: which blocks hold a request. A request here is anything with `id`, `tokens`, `keys` and `salt`"
     def __init__(self,
@@ -116,11 +116,16 @@ class BlockManager:
         self.pool, self.block_size, self.caching = pool, block_size, caching
         self.tables = {}    # request id -> its blocks
         self._n_named = {}  # request id -> how many of them were offered a name
+        self.n_asked = self.n_found = 0 # tokens of all requests admitted so far; how many were cached
 
     @property
     def capacity(self)->int:
         "Tokens that fit if one request had the whole pool"
         return (self.pool.n_blocks - 1)*self.block_size
+
+    def n_blocks(self, n_tokens:int)->int:
+        "Blocks that hold so many tokens"
+        return cdiv(n_tokens, self.block_size)
 
     def match(self, request)->list:
         "The longest run of leading blocks that are already computed, leaving at least one token to compute"
@@ -131,16 +136,24 @@ class BlockManager:
             hit.append(self.pool.named[key])
         return hit
 
+    def fits(self, request, reserved:int=0, read:bool=True)->list:
+        "The cached blocks it would start from; None if the rest does not fit (arguments as for `admit`)"
+        hit = self.match(request) if read else []
+        n_new = self.n_blocks(len(request.tokens)) - len(hit)
+        n_revived = sum(b in self.pool.free for b in hit) # a hit that nobody reads is still on the free list
+        return None if n_new + n_revived + reserved > self.pool.n_free else hit
+
     def admit(self,
         request,         # it has no table yet
         reserved:int=0,  # blocks that others will need: they do not count as free
+        read:bool=True,  # may it start from what is cached?
     )->int:              # tokens that need not be computed
         "Start a table with what is cached: how many tokens, or None if the rest does not fit"
-        hit = self.match(request)
-        n_new = cdiv(len(request.tokens), self.block_size) - len(hit)
-        n_revived = sum(b in self.pool.free for b in hit) # a hit that nobody reads is still on the free list
-        if n_new + n_revived + reserved > self.pool.n_free: return None
+        hit = self.fits(request, reserved, read)
+        if hit is None: return None
         if hit: self.pool.share(hit, request.id)
+        self.n_asked += len(request.tokens)
+        self.n_found += len(hit)*self.block_size
         self.tables[request.id] = list(hit) # tables grow; what `emit` was told does not
         self._n_named[request.id] = len(hit)
         return len(hit)*self.block_size

@@ -5,22 +5,24 @@
 # %% auto #0
 __all__ = ['FORMS', 'FORM', 'EMULATED', 'WIDE', 'CHECKED', 'X86', 'W', 'NV', 'I8', 'I16', 'I32', 'I64', 'F16', 'F32', 'PTR', 'V',
            'VI', 'VF', 'SIZES', 'i64', 'f32', 'RANGES', 'FAULT', 'log', 'OPTIONS', 'call7', 'call10', 'call14',
-           'call_row', 'BITS', 'X_BYTES', 'KINDS', 'BLOCK', 'X', 'reads', 'dots', 'PUT', 'ADD', 'GATE', 'TILE',
-           'products', 'pick_form', 'Asm', 'kernel', 'assembly', 'aligned', 'watch', 'check_fault', 'source_stamp',
-           'announce', 'complain', 'Shelf', 'kept', 'compiled', 'CFunction', 'c_function', 'through', 'half', 'f32_at',
+           'call_row', 'X_BYTES', 'BITS', 'KINDS', 'BLOCK', 'X', 'reads', 'dots', 'PUT', 'ADD', 'GATE', 'TILE',
+           'products', 'pick_form', 'features', 'Asm', 'kernel', 'assembly', 'aligned', 'watch', 'check_fault',
+           'source_stamp', 'announce', 'complain', 'Shelf', 'kept', 'compiled', 'CFunction', 'c_function', 'through',
+           'exp', 'to_bf16', 'put', 'dot_bf16', 'sum_squares', 'blend', 'scale_to', 'largest', 'half', 'f32_at',
            'f16_at', 'u16_at', 'u8_at', 'i32_at', 'i64_at', 'put_f32', 'put_u16', 'put_i64', 'bf16_bits', 'bf16_value',
-           'exp', 'to_bf16', 'put', 'dot_bf16', 'sum_squares', 'blend', 'scale_to', 'largest', 'panels', 'weight_at',
-           'scaled', 'to_floats', 'to_ints', 'reader', 'activations', 'Sums', 'Pairs', 'Fours', 'accumulators',
-           'nibbles', 'epilogue', 'ints', 'floats', 'add_pairs', 'product', 'fetch_add', 'look', 'pause', 'give_way',
-           'ticks', 'strayed', 'wait', 'turn', 'claim', 'finish', 'settle', 'Team', 'share', 'matmul']
+           'panels', 'weight_at', 'scaled', 'to_floats', 'to_ints', 'reader', 'activations', 'Sums', 'Pairs', 'Fours',
+           'accumulators', 'nibbles', 'epilogue', 'ints', 'floats', 'add_pairs', 'product', 'fetch_add', 'look',
+           'pause', 'give_way', 'ticks', 'strayed', 'wait', 'turn', 'claim', 'finish', 'settle', 'Team', 'share',
+           'matmul']
 
-# %% ../nbs/16_cpu.ipynb #bb39d331
+# %% ../nbs/16_cpu.ipynb #12e790df
 import inspect
 import logging
 import os
 import pickle
 import sys
 import threading
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -51,7 +53,7 @@ try:
 except ImportError as e:
     raise ImportError("the CPU kernels are compiled by numba: pip install 'pagedlm[cpu]'") from e
 
-# %% ../nbs/16_cpu.ipynb #7132a000
+# %% ../nbs/16_cpu.ipynb #7051f7c4
 FORMS = dict( # name -> what the processor must have; the best comes first
     avx512="avx512f avx512bw avx512vl avx512vnni avx512bf16".split(),
     avxvnni="avx2 fma f16c avxvnni".split(),
@@ -59,16 +61,22 @@ FORMS = dict( # name -> what the processor must have; the best comes first
     plain=[])
 
 def pick_form(
-    features:dict,  # name -> does the processor have it? As `llvmlite.binding.get_host_cpu_features()` says
-    want:str=None,  # a form's name; None: the best
-)->str:             # in `FORMS`, or "emulated"
+    has:dict,      # name -> does the processor have it? See `features`
+    want:str=None, # a form's name; None: the best
+)->str:            # in `FORMS`, or "emulated"
     "The form of the code that this processor gets"
-    fit = [name for name, needs in FORMS.items() if all(features.get(x) for x in needs)]
+    fit = [name for name, needs in FORMS.items() if all(has.get(x) for x in needs)]
     if not want: return fit[0]
     if want in fit or want == "emulated": return want
     raise ValueError(f"PAGEDLM_CPU={want!r}, but this processor runs only {', '.join(fit)} and emulated")
 
-FORM = pick_form(llvm.get_host_cpu_features(), os.environ.get("PAGEDLM_CPU"))
+def features()->dict:
+    "What numba compiles for: this processor, unless NUMBA_CPU_NAME or NUMBA_CPU_FEATURES say otherwise"
+    told = numba.config.CPU_FEATURES
+    if told is None: return llvm.get_host_cpu_features()
+    return {name[1:]: name[0] == "+" for name in told.split(",") if name}
+
+FORM = pick_form(features(), os.environ.get("PAGEDLM_CPU"))
 EMULATED = FORM == "emulated"            # avx512's code, with its two instructions spelled out in others
 WIDE = FORM in ("avx512", "emulated")    # 16 lanes, and products of bf16
 CHECKED = os.environ.get("PAGEDLM_CPU_CHECK") == "1" # look up every address before it is used
@@ -82,7 +90,7 @@ VI, VF = V(I32, W), V(F32, W)
 SIZES = {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, I64: 8}
 i64, f32 = types.int64, types.float32
 
-# %% ../nbs/16_cpu.ipynb #6980b29e
+# %% ../nbs/16_cpu.ipynb #2fda2b3c
 class Asm:
     "LLVM's instructions, one method each; addresses are 64-bit integers"
     def __init__(self, b): self.b = b # an `ir.IRBuilder`
@@ -114,7 +122,8 @@ class Asm:
     def splat(self, x, n=W): # in all lanes
         one = self.b.insert_element(ir.Constant(V(x.type, n), ir.Undefined), x, self.const(I32, 0))
         return self.b.shuffle_vector(one, one, self.const(V(I32, n), 0))
-    def some(self, x, start, n): return self.b.shuffle_vector(x, x, ir.Constant(V(I32, n), [*range(start, start + n)]))
+    def some(self, x, start, n): # n lanes
+        return self.b.shuffle_vector(x, x, ir.Constant(V(I32, n), [*range(start, start + n)]))
     def fold(self, name, x): # all lanes into one, halves onto halves: always in the same order
         join = dict(add=self.b.add, fadd=self.b.fadd).get(name, lambda x, y: self.op(name, x, y))
         n = x.type.count
@@ -135,7 +144,7 @@ class Asm:
     def low(self, x): return self.b.bitcast(self.b.shl(x, self.const(VI, 16)), VF)
     def high(self, x): return self.b.bitcast(self.b.and_(x, self.const(VI, -65536)), VF)
 
-def _checker(module): # address and size -> the same address; or, if no range holds it, one where nothing can break
+def _checker(module): # address, size -> the same address; or, outside of all ranges, one where nothing breaks
     if "pagedlm_checked" in module.globals: return module.globals["pagedlm_checked"]
     f = ir.Function(module, ir.FunctionType(I64, [I64, I64]), "pagedlm_checked")
     f.linkage = "internal"
@@ -160,13 +169,15 @@ def kernel(
         def code(context, b, _, values):
             out = write(Asm(b), *values)
             return context.get_dummy_value() if out is None else out
-        names = ", ".join(f"a{i}" for i in range(len(args)))
-        made = intrinsic(eval(f"lambda typing{', ' if names else ''}{names}: found", dict(found=(ret(*args), code))))
+        def found(typing, *values): return ret(*args), code
+        names = ["typing", *(f"a{i}" for i in range(len(args)))] # numba asks how many
+        found.__signature__ = inspect.Signature([inspect.Parameter(n, 1) for n in names])
+        made = intrinsic(found)
         made.write, made.args, made.ret = write, args, ret
         return made
     return wrap
 
-# %% ../nbs/16_cpu.ipynb #0376eabc
+# %% ../nbs/16_cpu.ipynb #8baef4e0
 def assembly(
     code,            # a kernel
     cpu:str,         # a processor as LLVM calls it
@@ -183,12 +194,13 @@ def assembly(
     found = code.write(Asm(b), *f.args)
     b.ret(found) if code.ret == f32 else b.ret_void()
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
-    parsed = llvm.parse_assembly(f'target triple = "{triple}"\n' + str(module).replace('target triple', '; triple'))
+    module.triple = triple
+    parsed = llvm.parse_assembly(str(module))
     passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
     passes.getModulePassManager().run(parsed, passes)
     return machine.emit_assembly(parsed)
 
-# %% ../nbs/16_cpu.ipynb #b1317a11
+# %% ../nbs/16_cpu.ipynb #9b545290
 def aligned(
     shape,            # an integer or a tuple
     dtype=np.float32, # of its numbers
@@ -199,7 +211,7 @@ def aligned(
     at = -room.ctypes.data % 64
     return room[at:at + n].view(dtype).reshape(shape)
 
-RANGES = np.zeros((1024, 2), np.int64) # of addresses that kernels may touch, if they are checked; ends with a 0
+RANGES = np.zeros((1024, 2), np.int64) # of addresses that checked kernels may touch; behind the last a 0
 FAULT = aligned(64, np.int64)          # the last stray address; behind it, room to stray in
 
 def watch(
@@ -217,7 +229,7 @@ def check_fault():
     at, FAULT[0] = int(FAULT[0]), 0
     raise IndexError(f"a kernel reached for address {at:#x}, outside of all arrays that it was given")
 
-# %% ../nbs/16_cpu.ipynb #0d27a1f1
+# %% ../nbs/16_cpu.ipynb #897c70d7
 log = logging.getLogger(__name__)
 
 @cache
@@ -231,7 +243,7 @@ def source_stamp()->str: # "" if there is no source to read
 def announce():
     "Say, once, that compiling takes a while"
     log.info("compiling the CPU kernels; they are kept in %s", cache_dir()/"compiled")
-    print("pagedlm: compiling the CPU kernels for this machine, once (about 10 s) …", file=sys.stderr, flush=True)
+    print("pagedlm: compiling the CPU kernels for this machine, once (about 10 s) …", file=sys.stderr)
 
 @cache
 def complain(why): log.warning("compiled CPU kernels cannot be kept: %s", why)
@@ -253,7 +265,8 @@ class Shelf(caching._Cache):
 
     def load_overload(self, sig, target): # None: compile it
         rtsys.initialize(target) # not all that compiling needs: this takes a tenth of the time
-        try: return CompileResult._rebuild(target, *pickle.loads(self.path(sig, target.codegen()).read_bytes()))
+        path = self.path(sig, target.codegen())
+        try: return CompileResult._rebuild(target, *pickle.loads(path.read_bytes()))
         except FileNotFoundError: announce()
         except Exception as e: log.info("%s is compiled again: %r", self.name, e)
 
@@ -266,7 +279,7 @@ class Shelf(caching._Cache):
             os.replace(new, path)
         except OSError as e:
             complain(e.strerror)
-            new.unlink(missing_ok=True)
+            with suppress(OSError): new.unlink()
 
 def kept(f): # checked code has addresses of this process in it
     return f.__module__.startswith("pagedlm.cpu") and not CHECKED and source_stamp()
@@ -326,50 +339,12 @@ def through(
 call7, call10, call14 = (through(*[i64]*n) for n in (7, 10, 14))
 call_row = through(i64, i64, f32, i64, i64, i64)
 
-# %% ../nbs/16_cpu.ipynb #1ced246e
-BITS = FORM == "plain" and X86 # is float16 widened by hand? Few that lack AVX2 have an instruction for it
-
-def half(a, x): # float16, any number of lanes -> float32
-    "Widen float16"
-    wide = lambda t: V(t, x.type.count) if isinstance(x.type, V) else t
-    if not BITS: return a.b.fpext(x, wide(F32))
-    b, c, t = a.b, lambda n: a.const(wide(I32), n), wide(I32)
-    i = b.zext(b.bitcast(x, wide(I16)), t)
-    size = b.shl(b.and_(i, c(0x7fff)), c(13))
-    scaled = b.fmul(b.bitcast(size, wide(F32)), a.const(wide(F32), 2.**112)) # the exponent counts from -127, not -15
-    odd = b.select(b.icmp_signed(">=", size, c(0x7c00 << 13)), c(0x7f800000), c(0)) # infinite, or NaN
-    sign = b.shl(b.and_(i, c(0x8000)), c(16))
-    return b.bitcast(b.or_(b.or_(b.bitcast(scaled, t), odd), sign), wide(F32))
-
-@kernel(i64, ret=f32)
-def f32_at(a, addr): return a.load(F32, addr)
-@kernel(i64, ret=f32)
-def f16_at(a, addr): return half(a, a.load(F16, addr))
-@kernel(i64, ret=types.uint16)
-def u16_at(a, addr): return a.load(I16, addr)
-@kernel(i64, ret=types.uint8)
-def u8_at(a, addr): return a.load(I8, addr)
-@kernel(i64, ret=types.int32)
-def i32_at(a, addr): return a.load(I32, addr)
-@kernel(i64, ret=i64)
-def i64_at(a, addr): return a.load(I64, addr, 0, 8)
-@kernel(i64, f32)
-def put_f32(a, addr, x): a.store(x, addr)
-@kernel(i64, types.uint16)
-def put_u16(a, addr, x): a.store(x, addr)
-@kernel(i64, i64)
-def put_i64(a, addr, x): a.store(x, addr, 0, 8)
-@kernel(f32, ret=types.uint16)
-def bf16_bits(a, x): return a.b.trunc(to_bf16(a, x), I16)
-@kernel(types.uint16, ret=f32)
-def bf16_value(a, x): return a.b.bitcast(a.b.shl(a.b.zext(x, I32), a.const(I32, 16)), F32)
-
-# %% ../nbs/16_cpu.ipynb #13034ee7
+# %% ../nbs/16_cpu.ipynb #9208fa87
 def exp(a, x): # lanes float32, in and out; NaN stays NaN
-    "e to the power of x, to 2 units in the last place"
+    "e to the power of x: 0 below -88, infinite above 88.3"
     b, f = a.b, lambda n: a.const(x.type, n)
-    x = b.select(b.fcmp_ordered(">", x, f(88.)), f(88.), x)
-    x = b.select(b.fcmp_ordered("<", x, f(-87.3)), f(-87.3), x)
+    x = b.select(b.fcmp_ordered(">", x, f(89.)), f(89.), x)
+    x = b.select(b.fcmp_ordered("<", x, f(-88.)), f(-88.), x)
     n = a.op("rint", b.fmul(x, f(1.4426950408889634))) # e^x = 2^n e^r with |r| < 0.35
     r = a.fma(n, f(-1.428606765330187e-06), a.fma(n, f(-0.693145751953125), x))
     p = f(1/720)
@@ -385,7 +360,7 @@ def to_bf16(a, x): # float32, any number of lanes -> int32, whose low halves are
     nan = b.fcmp_unordered("uno", x, x)
     return b.lshr(b.select(nan, b.or_(i, c(0x400000)), b.add(i, up)), c(16))
 
-X_BYTES = dict(ints=4 if FORM == "plain" else 1, f32=4, bf16=2) # a number of an activation, in each representation
+X_BYTES = dict(ints=4 if FORM == "plain" else 1, f32=4, bf16=2) # of an activation, by representation
 
 def put(a, x, rep, addr, i): # W numbers; rep is "f32" or "bf16"
     "Store from index i on"
@@ -428,12 +403,50 @@ def largest(a, x, n): # n float32, a multiple of 16; NaN if there is one
         a.set(top, a.op("maximum", a.get(top), a.load(VF, x, a.mul(each.index, 4*W))))
     return a.fold("maximum", a.get(top))
 
-# %% ../nbs/16_cpu.ipynb #5eb4b4ef
+# %% ../nbs/16_cpu.ipynb #8790bdfa
+BITS = FORM == "plain" and X86 # is float16 widened by hand? Few that lack AVX2 have an instruction for it
+
+def half(a, x): # float16, any number of lanes -> float32
+    "Widen float16"
+    wide = lambda t: V(t, x.type.count) if isinstance(x.type, V) else t
+    if not BITS: return a.b.fpext(x, wide(F32))
+    b, c, t = a.b, lambda n: a.const(wide(I32), n), wide(I32)
+    i = b.zext(b.bitcast(x, wide(I16)), t)
+    size = b.shl(b.and_(i, c(0x7fff)), c(13))
+    scaled = b.fmul(b.bitcast(size, wide(F32)), a.const(wide(F32), 2.**112)) # exponents count from -127
+    odd = b.select(b.icmp_signed(">=", size, c(0x7c00 << 13)), c(0x7f800000), c(0)) # infinite, or NaN
+    sign = b.shl(b.and_(i, c(0x8000)), c(16))
+    return b.bitcast(b.or_(b.or_(b.bitcast(scaled, t), odd), sign), wide(F32))
+
+@kernel(i64, ret=f32)
+def f32_at(a, addr): return a.load(F32, addr)
+@kernel(i64, ret=f32)
+def f16_at(a, addr): return half(a, a.load(F16, addr))
+@kernel(i64, ret=types.uint16)
+def u16_at(a, addr): return a.load(I16, addr)
+@kernel(i64, ret=types.uint8)
+def u8_at(a, addr): return a.load(I8, addr)
+@kernel(i64, ret=types.int32)
+def i32_at(a, addr): return a.load(I32, addr)
+@kernel(i64, ret=i64)
+def i64_at(a, addr): return a.load(I64, addr, 0, 8)
+@kernel(i64, f32)
+def put_f32(a, addr, x): a.store(x, addr)
+@kernel(i64, types.uint16)
+def put_u16(a, addr, x): a.store(x, addr)
+@kernel(i64, i64)
+def put_i64(a, addr, x): a.store(x, addr, 0, 8)
+@kernel(f32, ret=types.uint16)
+def bf16_bits(a, x): return a.b.trunc(to_bf16(a, x), I16)
+@kernel(types.uint16, ret=f32)
+def bf16_value(a, x): return a.b.bitcast(a.b.shl(a.b.zext(x, I32), a.const(I32, 16)), F32)
+
+# %% ../nbs/16_cpu.ipynb #d91668b0
 KINDS = ("q4", "q8", "bf16", "f32", "f16") # of panels
 BLOCK = dict(q4=320, q8=544)               # bytes of 32 columns of 16 rows
-X = dict(q4="ints", q8="ints", bf16="bf16" if WIDE else "f32", f32="f32", f16="f32") # what they are multiplied with
+X = dict(q4="ints", q8="ints", bf16="bf16" if WIDE else "f32", f32="f32", f16="f32") # activations beside them
 
-# %% ../nbs/16_cpu.ipynb #80cbf4c0
+# %% ../nbs/16_cpu.ipynb #26ad97cc
 def panels(
     part,    # `Packed` or `Plain`, N rows of K weights
 )->tuple:    # its kind; panels of 16 rows, (cdiv(N, 16), bytes) uint8
@@ -441,7 +454,7 @@ def panels(
     if isinstance(part, Packed): return _packed_panels(part)
     dtype, K = part.weight.dtype, part.shape[1]
     kind = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}.get(dtype)
-    if not kind: raise ValueError(f"weights are {dtype}, but the CPU kernels know bfloat16, float32 and float16")
+    if not kind: raise ValueError(f"weights are {dtype}; the CPU kernels know bfloat16, float32 and float16")
     if K % 16: raise ValueError(f"rows have {K} weights, but the CPU kernels need a multiple of 16")
     w = part.weight.detach()
     w = _sixteens(w.view(torch.int16).numpy() if kind == "bf16" else w.numpy()) # (n, 16, K)
@@ -464,8 +477,10 @@ def _packed_panels(part):
         q = np.concatenate([q & 15, q >> 4], -1).reshape(n, 16, G, 4, 2, 4).transpose(0, 2, 3, 4, 1, 5)
         out[:, :, :256] = (q[:, :, :, 0] | q[:, :, :, 1] << 4).reshape(n, G, 256)
         if len(scales) == 1: scales.append(-part.format.zero*scales[0])
-    else: out[:, :, :512] = q.view(np.uint8).reshape(n, 16, G, 8, 4).transpose(0, 2, 3, 1, 4).reshape(n, G, 512)
-    out[:, :, -32*len(scales):] = np.concatenate(scales, -1).view(np.uint8)
+    else:
+        q = q.view(np.uint8).reshape(n, 16, G, 8, 4).transpose(0, 2, 3, 1, 4)
+        out[:, :, :512] = q.reshape(n, G, 512)
+    out[:, :, -32*len(scales):] = np.ascontiguousarray(np.concatenate(scales, -1)).view(np.uint8)
     return kind, out.reshape(n, -1)
 
 @compiled
@@ -531,13 +546,13 @@ def reader(rep):
 
 reads = {rep: reader(rep) for rep in X_BYTES}
 
-# %% ../nbs/16_cpu.ipynb #339f718a
+# %% ../nbs/16_cpu.ipynb #f1cf09f4
 def activations(
     x,         # (T, K) float32, an array
     rep:str,   # in `X_BYTES`
     norm=None, # weights of a norm, (K,) float32; None: no norm
     eps=1e-5,  # of the norm
-)->tuple:      # T rows, (T, bytes) uint8; of each group its scale and the sum of its integers, (T, G, 2) float32
+)->tuple:      # T rows, (T, bytes) uint8; scale and sum of integers of each group, (T, G, 2) float32
     "What products read"
     (T, K), unit = x.shape, GROUP if rep == "ints" else 16
     if K % unit: raise ValueError(f"rows have {K} numbers, but this kernel needs a multiple of {unit}")
@@ -550,7 +565,7 @@ def activations(
     if CHECKED: check_fault()
     return out, sc
 
-# %% ../nbs/16_cpu.ipynb #6eeee8df
+# %% ../nbs/16_cpu.ipynb #272bce62
 class Sums:
     "Four times four bytes in each lane, as float32: exact, since all sums stay below 2^24"
     def start(self, a, kind): return a.const(VF, 0.)
@@ -563,6 +578,7 @@ class Sums:
     def add(self, a, kind, acc, u, x):
         for ui, xi in zip(u, x): acc = a.fma(ui, xi, acc)
         return acc
+    def hold(self, a, acc): return acc # what was written before this comes before what was written after it
     def total(self, a, kind, acc, sums): return acc # as float32; sums: those of the activations
 
 class Pairs(Sums):
@@ -572,9 +588,13 @@ class Pairs(Sums):
     def weights(self, a, kind, u): return a.b.bitcast(u, V(I8, 4*W))
     def add(self, a, kind, acc, u, x):
         t, x = V(I8, 4*W), a.b.bitcast(x, V(I8, 4*W))
-        if kind == "q8": u, x = (a.call("llvm.x86.avx2.psign.b", t, y, u) for y in (u, x)) # |u|; x with u's sign
+        if kind == "q8": u, x = (a.call("llvm.x86.avx2.psign.b", t, y, u) for y in (u, x)) # |u|, ±x
         two = a.call("llvm.x86.avx2.pmadd.ub.sw", V(I16, 2*W), u, x)
         return a.b.add(acc, two if kind == "q4" else self.four(a, two))
+    def hold(self, a, acc):
+        if WIDE: return acc # it has registers for everything
+        nothing = ir.InlineAsm(ir.FunctionType(acc.type, [acc.type]), "", "=x,0", side_effect=True)
+        return a.b.call(nothing, [acc])
     def four(self, a, x): return a.call("llvm.x86.avx2.pmadd.wd", VI, x, a.const(V(I16, 2*W), 1))
     def total(self, a, kind, acc, sums): return a.b.sitofp(self.four(a, acc) if kind == "q4" else acc, VF)
 
@@ -595,13 +615,13 @@ class Fours(Pairs):
 
 dots = dict(avx512=Fours, avxvnni=Fours, emulated=Fours, avx2=Pairs, plain=Sums)[FORM]()
 
-# %% ../nbs/16_cpu.ipynb #5b56dd6d
+# %% ../nbs/16_cpu.ipynb #0f7ed1a8
 def accumulators(a, M, memory=False): # [token][vector]
-    "Float sums of M tokens by 16 rows, in registers or in memory"
+    "Float sums of M tokens by 16 rows: where LLVM likes, or in memory"
     if not memory: return [[a.var(a.const(VF, 0.)) for r in range(NV)] for t in range(M)]
     b, room = a.b, cgutils.alloca_once(a.b, ir.ArrayType(VF, M*NV))
-    hide = ir.InlineAsm(ir.FunctionType(I64, [I64]), "", "=r,0", side_effect=True) # no instruction at all, but
-    base = b.call(hide, [b.ptrtoint(room, I64)])                           # LLVM cannot see through it
+    nothing = ir.InlineAsm(ir.FunctionType(I64, [I64]), "", "=r,0", side_effect=True) # opaque to LLVM
+    base = b.call(nothing, [b.ptrtoint(room, I64)])
     acc = [[b.inttoptr(a.plus(base, 4*W*(t*NV + r)), VF.as_pointer()) for r in range(NV)] for t in range(M)]
     for p in sum(acc, []): a.set(p, a.const(VF, 0.))
     return acc
@@ -627,20 +647,19 @@ def epilogue(a, acc, o, ost, how): # acc: [token][vector]
                     there = join and a.load(VF, row, 4*W*r)
                     a.store(join(a.get(v), there) if join else a.get(v), row, 4*W*r)
 
-# %% ../nbs/16_cpu.ipynb #707f512b
+# %% ../nbs/16_cpu.ipynb #f95b87b1
 TILE = 8 if WIDE else 4 # tokens that share a weight while it is in a register
 
-def ints(kind, M, memory=None): # memory: where float sums are; None: where it is faster
+def ints(kind, M, ordered=not WIDE): # ordered: by us, not by LLVM
     "M tokens in integers times 16 packed rows"
     scales, n_loads = BLOCK[kind] - (64 if kind == "q4" else 32), 4 if kind == "q4" else 8
-    if memory is None: memory = M > 1 and not WIDE
     @kernel(9)
     def code(a, w, x, xst, sc, sst, n, o, ost, how):
-        b, acc = a.b, accumulators(a, M, memory)
+        b, acc = a.b, accumulators(a, M, memory=ordered and M > 2)
         xs, scs = ([a.plus(at, a.mul(step, t)) for t in range(M)] for at, step in ((x, xst), (sc, sst)))
         with a.loop(b.lshr(n, a.num(5))) as each:
             g = each.index
-            wg, xg = a.plus(w, a.mul(g, BLOCK[kind])), [a.plus(x, a.mul(g, GROUP*X_BYTES["ints"])) for x in xs]
+            wg, xg = a.plus(w, a.mul(g, BLOCK[kind])), [a.plus(x, a.mul(g, 32*X_BYTES["ints"])) for x in xs]
             tot = [[dots.start(a, kind) for r in range(NV)] for t in range(M)]
             for i in range(n_loads):
                 q = [a.load(VI, wg, 64*i + 4*W*r, 32) for r in range(NV)]
@@ -649,6 +668,7 @@ def ints(kind, M, memory=None): # memory: where float sums are; None: where it i
                     for t in range(M):
                         mate = dots.mates(a, xg[t], j)
                         tot[t] = [dots.add(a, kind, tot[t][r], u[r], mate) for r in range(NV)]
+                    if ordered: tot = [[dots.hold(a, y) for y in row] for row in tot]
             for r in range(NV):
                 d = half(a, a.load(V(F16, W), wg, scales + 2*W*r, 32))
                 m = half(a, a.load(V(F16, W), wg, scales + 32 + 2*W*r, 32)) if kind == "q4" else None
@@ -661,7 +681,7 @@ def ints(kind, M, memory=None): # memory: where float sums are; None: where it i
         epilogue(a, acc, o, ost, how)
     return code
 
-# %% ../nbs/16_cpu.ipynb #6d248731
+# %% ../nbs/16_cpu.ipynb #f2071b30
 def floats(kind, M):
     "M tokens times 16 rows of floating-point weights"
     @kernel(9)
@@ -681,7 +701,8 @@ def floats(kind, M):
                     add(a.mul(i, 8), [a.low(y) for y in pairs])
                     add(a.plus(a.mul(i, 8), 4), [a.high(y) for y in pairs])
             elif kind == "f16":
-                add(a.mul(i, 4), [half(a, a.load(V(F16, W), a.plus(w, a.mul(i, 32)), 2*W*r, 32)) for r in range(NV)])
+                at = a.plus(w, a.mul(i, 32))
+                add(a.mul(i, 4), [half(a, a.load(V(F16, W), at, 2*W*r, 32)) for r in range(NV)])
             else: add(a.mul(i, 4), [a.load(VF, a.plus(w, a.mul(i, 64)), 4*W*r, 32) for r in range(NV)])
         epilogue(a, acc, o, ost, how)
     return code
@@ -768,7 +789,7 @@ def settle(at, n, region):
     wait(at + 64, n)
     return region + 1
 
-# %% ../nbs/16_cpu.ipynb #022ce2d4
+# %% ../nbs/16_cpu.ipynb #ce9abc35
 class Team:
     "Threads that wait for work. The caller is one of them"
     def __init__(self,
@@ -792,7 +813,7 @@ class Team:
                 for tid, jobs in enumerate(self.jobs, 1): jobs.put((f, (tid, *args), reply))
                 f(0, *args)
                 errors = [reply.get() for _ in self.jobs]
-            except BaseException: # Ctrl-C, say. The others may be at work: their memory must not be touched yet
+            except BaseException: # Ctrl-C, say: the others may still be at work
                 self._settle()
                 raise
         for error in errors:
@@ -821,7 +842,7 @@ def _work(jobs):
         reply.put(error)
         del f, args, reply, job, error
 
-# %% ../nbs/16_cpu.ipynb #258730a9
+# %% ../nbs/16_cpu.ipynb #d717af8a
 @compiled
 def share(tid, counters, f, w, size, n_panels, x, xst, sc, sst, n, T, o, ost):
     "Take a panel, multiply, take the next, until all are done"
@@ -845,8 +866,8 @@ def matmul(
         kind, w = panels(part)
         (xs, sc), o, counters = activations(x, X[kind]), aligned((len(x), 16*len(w))), aligned(32, np.int32)
         if CHECKED: watch([w, xs, sc, o, counters])
-        team.run(share, counters.ctypes.data, products[kind].address, *at(w), len(w), *at(xs), *at(sc), x.shape[1],
-                 len(x), *at(o))
+        team.run(share, counters.ctypes.data, products[kind].address, *at(w), len(w), *at(xs), *at(sc),
+                 x.shape[1], len(x), *at(o))
         if CHECKED: check_fault()
         outs.append(o[:, :part.shape[0]])
     return torch.from_numpy(np.concatenate(outs, 1))

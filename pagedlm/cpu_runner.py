@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['XI', 'XB', 'MIXED', 'SHAPE', 'ADDRESSES', 'CALLS', 'STEP', 'PHASES', 'read', 'read_normed', 'read_parts', 'times',
            'multiply', 'look_up', 'take_last', 'find_best', 'mark', 'head', 'run_step', 'run_head', 'parts_of',
-           'matrices_of', 'unfit', 'Matrices', 'let_go', 'CpuRunner', 'phases']
+           'matrices_of', 'unfit', 'Matrices', 'let_go', 'kv_dtype_for', 'CpuRunner', 'phases']
 
-# %% ../nbs/25_cpu_runner.ipynb #1f9ff5e9
+# %% ../nbs/25_cpu_runner.ipynb #14afe5be
 import math
 
 import numpy as np
@@ -24,7 +24,6 @@ from .layers import Embedding, Linear
 from .model import MLP, Attn, Block, Norm, Transformer
 from .quant import Plain, QEmbedding, QLinear
 from .runner import Direct, Rows, Runner, flatten
-from .sampling import GREEDY
 
 # %% ../nbs/25_cpu_runner.ipynb #69f983c4
 XI, XB, MIXED = X_BYTES["ints"], X_BYTES[X["bf16"]], X["bf16"] == "bf16"
@@ -83,7 +82,7 @@ def multiply(s, region, matrix, n, K, T, o, ost, how):
         i = finish(at, i, size, n)
     return settle(at, n, region)
 
-# %% ../nbs/25_cpu_runner.ipynb #c5e8663c
+# %% ../nbs/25_cpu_runner.ipynb #dcddacc1
 @compiled
 def look_up(s, region):
     "The embedding of each token, out of the panels"
@@ -118,7 +117,8 @@ def find_best(s, region):
     i = claim(at, 1)
     while i < S:
         row = s.logits + i*((V + 15)//16*64)
-        top, best = largest(row, V), -1
+        top, best = largest(row, V//16*16), -1
+        for j in range(V//16*16, V): top = f32_at(row + j*4) if not f32_at(row + j*4) <= top else top
         if abs(top) < np.float32(3e38):
             for j in range(V):
                 if f32_at(row + j*4) == top:
@@ -209,19 +209,25 @@ def _unfit_sizes(model):
         if n % step: return f"{name}={n} is not a multiple of {step}"
     return "" if c.head_dim % 16 == 0 else f"head_dim={c.head_dim} is not a multiple of 16"
 
-# %% ../nbs/25_cpu_runner.ipynb #d25a8ff7
+# %% ../nbs/25_cpu_runner.ipynb #09fc27d2
 class Matrices:
     "Every matrix of a model as panels, each once"
     def __init__(self,
         model,           # a `Transformer`
         keep:bool=True,  # leave the model its weights?
     ):
-        self.keep, self.arrays, self.seen, kinds, L = keep, [], {}, [], len(model.blocks)
+        self.arrays, self.seen, L = [], {}, len(model.blocks)
         norms = [n.weight.float() for b in model.blocks for n in (b.norm1, b.norm2)] + [model.norm.weight.float()]
         self.norms, self.first = torch.stack(norms).numpy(), np.zeros((L + 1, 4), np.int64)
         for l, b in enumerate(model.blocks):
-            self.first[l] = [self._take(m) for m in (b.attn.qkv, b.attn.out, b.mlp.gate_up, b.mlp.down)]
-        self.first[L, :2] = self._take(model.head or model.embed), self._take(model.embed)
+            own = b.attn.qkv, b.attn.out, b.mlp.gate_up, b.mlp.down
+            self.first[l] = [self._take(m) for m in own]
+            if not keep: let_go(*own)
+        ends = model.head or model.embed, model.embed
+        self.first[L, :2] = [self._take(m) for m in ends]
+        if not keep:
+            let_go(*ends)
+            model.panels = self # for another runner of the same model
         self.panels = np.concatenate([x.ctypes.data + np.arange(len(x))*x.shape[1] for _, x in self.arrays])
         self.kinds = np.repeat([KINDS.index(kind) for kind, _ in self.arrays], [len(x) for _, x in self.arrays]).astype(np.uint8)
 
@@ -232,33 +238,35 @@ class Matrices:
     def nbytes(self)->int: return sum(x.nbytes for _, x in self.arrays)
 
     def _take(self, module)->int: # its first panel
-        if id(module) not in self.seen:
-            parts = parts_of(module)
-            key = getattr(parts[0], "q", getattr(parts[0], "weight", None)).data_ptr() # a tied head has the embedding's
-            if key not in self.seen:
-                self.seen[key] = sum(len(x) for _, x in self.arrays)
-                self.arrays += [panels(part) for part in parts]
-            self.seen[id(module)] = self.seen[key]
-            if not self.keep: let_go(module)
-        return self.seen[id(module)]
+        parts = parts_of(module)
+        key = getattr(parts[0], "q", getattr(parts[0], "weight", None)).data_ptr() # a tied head has the embedding's
+        if key not in self.seen:
+            self.seen[key] = sum(len(x) for _, x in self.arrays)
+            self.arrays += [panels(part) for part in parts]
+        return self.seen[key]
 
 def _gone(*args, **kw):
     raise RuntimeError("this model's weights moved into the CPU runner: LLM(enforce_eager=True) leaves them where they are")
 
-def let_go(
-    module, # one of `matrices_of`
-):
-    "Forget its weights"
-    if hasattr(module, "parts"): module.parts = torch.nn.ModuleList()
-    else: module.weight = torch.nn.Parameter(module.weight.to("meta"), requires_grad=False)
-    module.forward = _gone
+def let_go(*modules):
+    "Forget their weights: shapes and types stay, and computing raises"
+    for m in (m for module in modules for m in module.modules()):
+        for name, x in m._buffers.items(): m._buffers[name] = x.to("meta")
+        for name, x in m._parameters.items():
+            if x is not None: m._parameters[name] = torch.nn.Parameter(x.to("meta"), requires_grad=False)
+        m.forward = _gone
+
+def kv_dtype_for(model):
+    "bfloat16 for keys and values if no matrix has more bits, else float32"
+    plain = {p.weight.dtype for m in matrices_of(model) for p in parts_of(m) if isinstance(p, Plain)}
+    return torch.float32 if plain & {torch.float32, torch.float16} else torch.bfloat16
 
 # %% ../nbs/25_cpu_runner.ipynb #ba27ba84
 ADDRESSES = "panels kinds first norms ids x xi sc xf xb h logits best last ticks".split()
 CALLS = [*KINDS, *(f"read_{rep}" for rep in reads)]
 STEP = ATTENTION + [(name, "i8") for name in [*ADDRESSES, *CALLS, *"S L C F V n_regions".split()]] + [("eps", "f4")]
 
-# %% ../nbs/25_cpu_runner.ipynb #9c0e6e31
+# %% ../nbs/25_cpu_runner.ipynb #2824e61c
 class CpuRunner(Runner):
     "A `Runner` for CPUs: the whole step in one call per thread"
     def __init__(self,
@@ -267,19 +275,19 @@ class CpuRunner(Runner):
         block_size:int,     # B
         max_num_seqs:int,   # rows
         max_model_len:int,  # longest sequence, tokens
-        kv_dtype=torch.bfloat16,  # of K and V: bfloat16 or float32
+        kv_dtype=None,      # of K and V, bfloat16 or float32; None: `kv_dtype_for` the model
         n_threads:int=None, # None: as many as torch uses
         keep:bool=True,     # leave the model its weights? If not, they move
         **kw,               # sample, processors, grammar: as for `Chooser`
     ):
         if why := unfit(model): raise ValueError(f"the compiled step does not fit this model: {why}")
         c, self.model, self.block_size, self.wire = model.config, model, block_size, Direct()
-        self.cache = CpuCache(c, n_blocks, block_size, kv_dtype)
+        self.cache = CpuCache(c, n_blocks, block_size, kv_dtype or kv_dtype_for(model))
         self.rows = Rows(max_num_seqs, min(n_blocks, cdiv(max_model_len, block_size)))
         self.chooser = Chooser(max_num_seqs, c.vocab_size, max_model_len, **kw)
         self.last, self.sizes = self.chooser.heard.last, (0, 0)
         self.team, self.s = Team(n_threads or torch.get_num_threads()), Record(STEP)
-        self.weights = Matrices(model, keep)
+        self.weights = getattr(model, "panels", None) or Matrices(model, keep)
         self.s.put(**self._fixed(model))
 
     def _fixed(self, model): # what no step changes
@@ -333,13 +341,13 @@ class CpuRunner(Runner):
     def answer(self, works, how, T, S):
         "As `Runner.choose`, for plain greedy rows without looking at their logits again"
         rows, chooser, arrays = torch.from_numpy(how["rows"]).long(), self.chooser, self.s.arrays
-        if not chooser.wishes and not (how["temperature"] >= GREEDY).any():
-            ids = torch.from_numpy(arrays["best"][:S].copy())
-            self.last[rows] = ids.clamp(min=0)
-            return tell(self.wire.receive, ids) if S else []
-        ids, scored, logits = rows, None, torch.from_numpy(arrays["logits"][:S, :self.model.config.vocab_size])
-        names = "temperature", "top_k", "top_p", "min_p", "seed", "position"
-        if S: ids, scored = chooser(logits, [w for w in works if w.sample], rows, tuple(torch.from_numpy(how[n]) for n in names))
+        ids, scored, wanted = rows, None, [w for w in works if w.sample]
+        if S and chooser.plain(wanted, how["temperature"]):
+            ids, scored = chooser.take(torch.from_numpy(arrays["best"][:S].copy()), rows)
+        elif S:
+            logits = torch.from_numpy(arrays["logits"][:S, :self.model.config.vocab_size])
+            names = "temperature", "top_k", "top_p", "min_p", "seed", "position"
+            ids, scored = chooser(logits, wanted, rows, tuple(torch.from_numpy(how[n]) for n in names))
         prompts = self.judge(torch.from_numpy(arrays["x"][:T].copy()), works) if chooser.wishes else ()
         return tell(self.wire.receive, ids, scored, prompts) if S or prompts else []
 

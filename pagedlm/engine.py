@@ -13,7 +13,7 @@ from .core import no_emit
 from .request import Request
 from .scheduler import Scheduler
 
-# %% ../nbs/22_engine.ipynb #da197187
+# %% ../nbs/22_engine.ipynb #b3288cc9
 class Engine:
     "The loop over ids: make a plan, run it, update from the ids"
     def __init__(self,
@@ -27,9 +27,9 @@ class Engine:
         self.ahead = ahead
         self.flights = deque() # launched, not landed: (plan, [(request id, n)…], start, what `run` gave)
 
-    def add(self, request:Request)->Request:
-        "Queue a request, stamped with the time; ValueError if it can never run"
-        request.arrival = self.clock()
+    def add(self, request:Request, arrival:float=None)->Request:
+        "Queue a request, stamped with the time, now if none is given; ValueError if it can never run"
+        request.arrival = self.clock() if arrival is None else arrival
         self.scheduler.add(request)
         return request
 

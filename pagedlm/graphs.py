@@ -96,7 +96,7 @@ class CudaGraphs:
             return out
         return replay
 
-# %% ../nbs/24_graphs.ipynb #a3d3679a
+# %% ../nbs/24_graphs.ipynb #5cef23bf
 class GraphRunner(Runner):
     "A `Runner` that replays decodes; every other step takes the plain way"
     def __init__(self,
@@ -136,7 +136,7 @@ class GraphRunner(Runner):
         n = self.size(works)
         if n is None: return super().run(works)
         batch = self.batch(*self.arrays(works + [NOBODY]*(n - len(works)), n), self.static)
-        return self.choose(self.graphs[n](), batch)
+        return self.choose(self.graphs[n](), batch, works)
 
 # %% ../nbs/24_graphs.ipynb #bfef64d8
 def make_runner(

@@ -192,8 +192,9 @@ class TorchBackend(Backend):
             with torch.inference_mode(False): self.rooms[key] = like.new_empty(n + n // 2) # contexts grow
         return self.rooms[key][:n]
 
-# %% ../nbs/13_paged.ipynb #0e1d1dde
-backends = dict(torch="pagedlm.paged:TorchBackend", triton="pagedlm.kernels:TritonBackend",
+# %% ../nbs/13_paged.ipynb #c199c007
+backends = dict(torch="pagedlm.paged:TorchBackend", cpu="pagedlm.cpu_attention:CpuBackend",
+                triton="pagedlm.kernels:TritonBackend",
                 reference="pagedlm.paged:Backend") # "module:Class"
 
 def load_backend(

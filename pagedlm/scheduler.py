@@ -5,39 +5,40 @@
 # %% auto #0
 __all__ = ['fcfs', 'priority', 'shortest_first', 'prefill_first', 'policies', 'Policy', 'Queue', 'Rows', 'Scheduler']
 
-# %% ../nbs/21_scheduler.ipynb #7dbb0e86
+# %% ../nbs/21_scheduler.ipynb #819159b6
 from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from .core import no_emit
 from .blocks import BlockManager
-from .request import Admit, Plan, Request, Status, Work
+from .request import Admit, Plan, Request, Status, Told, Work
 
-# %% ../nbs/21_scheduler.ipynb #1f00e2ee
+# %% ../nbs/21_scheduler.ipynb #1e61d666
 class Policy(NamedTuple):
-    "Who goes first: three sort keys, the smallest wins; and who lets newcomers go before"
+    "Who goes first: three sort keys, the smallest wins; and who lets newcomers go before, or goes for them"
     order:Callable   # waiting request -> key for admission, looked at when it joins the queue
     victim:Callable  # running request -> key: who is preempted when blocks run out
     mix:Callable     # running request -> key: who gets this step's budget first
     yields:Callable = lambda r: False # running request -> does it come after newcomers?
+    ousts:Callable = None             # (waiting, running) -> must the second go if the first finds no room?
 
 # %% ../nbs/21_scheduler.ipynb #df0692d7
 fcfs = Policy(order=lambda r: (r.arrival, r.number),
               victim=lambda r: (-r.arrival, -r.number),  # the youngest
               mix=lambda r: r.n_missing > 1)             # decodes, then chunks, each in order of admission
 
-# %% ../nbs/21_scheduler.ipynb #7a9651c5
+# %% ../nbs/21_scheduler.ipynb #12324341
 priority = Policy(order=lambda r: (r.priority, r.arrival, r.number),
                   victim=lambda r: (-r.priority, -r.arrival, -r.number), # least urgent, then youngest
-                  mix=fcfs.mix)
+                  mix=fcfs.mix, ousts=lambda w, r: w.priority < r.priority)
 shortest_first = fcfs._replace(order=lambda r: (len(r.tokens), r.number), # preempted: its output counts too
                                victim=lambda r: (-len(r.tokens), -r.number))
 prefill_first = fcfs._replace(mix=lambda r: r.n_missing == 1, yields=lambda r: r.n_missing == 1)
 policies = dict(fcfs=fcfs, priority=priority, shortest_first=shortest_first, prefill_first=prefill_first)
 
-# %% ../nbs/21_scheduler.ipynb #de5694fe
+# %% ../nbs/21_scheduler.ipynb #a173b2be
 class Queue:
     "Waiting requests, the first by `order` on top"
     def __init__(self, order): self.order, self._heap, self._live = order, [], {}
@@ -55,10 +56,14 @@ class Queue:
         return self._heap[0][-1]
 
     def remove(self, id)->Request:
-        "Take a request out; its entry in the heap is dropped when it comes to the top"
-        return self._live.pop(id)[-1]
+        "Take a request out; its entry in the heap is dropped when it comes to the top, or when half are dead"
+        r = self._live.pop(id)[-1]
+        if len(self._heap) > 2*len(self._live):
+            self._heap = list(self._live.values())
+            heapify(self._heap)
+        return r
 
-# %% ../nbs/21_scheduler.ipynb #8e63dd14
+# %% ../nbs/21_scheduler.ipynb #bbb3b525
 class Rows:
     "The running requests, each in a row of the batch, and what the runner has been told about them"
     def __init__(self,
@@ -102,13 +107,14 @@ class Rows:
         admitted = []
         for id in self._untold.intersection(works):
             r = self.running[id]
-            admitted.append(Admit(r.row, tuple(r.tokens), r.n_prompt, r.params, r.seed, tuple(tables[id])))
+            said, stops = tuple(r.tokens), tuple(r.stops) if r.params.min_tokens else ()
+            admitted.append(Admit(r.row, said, r.n_prompt, r.params, r.seed, tuple(tables[id]), stops))
             works[id] = works[id]._replace(new_blocks=()) # they are in the table just told
         self._untold.difference_update(works)
         gone, self._gone = self._gone, []
-        return Plan(sorted(admitted), list(works.values()), gone)
+        return Plan(sorted(admitted, key=lambda a: a.row), list(works.values()), gone)
 
-# %% ../nbs/21_scheduler.ipynb #f28005e0
+# %% ../nbs/21_scheduler.ipynb #8e0c5c74
 class Scheduler:
     "Who computes how many tokens in this step: computed tokens catch up with known ones, prompt or output"
     def __init__(self,
@@ -119,8 +125,9 @@ class Scheduler:
         max_chunk:int=None,               # most tokens of one request in one step; None: the budget
         policy:Policy=fcfs,               # who goes first
         emit=no_emit,                     # told when requests come, run, yield, speak and go
+        max_pause:int=8,                  # while it runs, a decode has a token at least every so many steps
     ):
-        self.manager, self.policy, self.emit = manager, policy, emit
+        self.manager, self.policy, self.emit, self.max_pause = manager, policy, emit, max_pause
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len = manager.capacity if max_model_len is None else max_model_len
         self.max_chunk = max_num_batched_tokens if max_chunk is None else max_chunk
@@ -131,7 +138,7 @@ class Scheduler:
         self.under_way = deque() # steps planned, but not taken in: (plan, its rows' requests), oldest first
 
     def _check_sizes(self):
-        for name in ("max_num_seqs", "max_model_len", "max_chunk"):
+        for name in ("max_num_seqs", "max_model_len", "max_chunk", "max_pause"):
             if (n := getattr(self, name)) < 1: raise ValueError(f"{name}={n}, but it must be at least 1")
         if (n := self.max_num_batched_tokens) < self.max_num_seqs:
             raise ValueError(f"max_num_batched_tokens={n}, but max_num_seqs={self.max_num_seqs} requests "
@@ -180,16 +187,41 @@ class Scheduler:
     # one step
     def schedule(self)->Plan:
         "Continue what runs, preempting if blocks run out; if nobody had to go, admit who waits"
+        made_way = bool(self.policy.ousts and self.waiting) and self._make_way(self.waiting.first())
         works, first, last = {}, [], []
-        for r in sorted(self.running.values(), key=self.policy.mix):
-            (last if self.policy.yields(r) else first).append(r)
+        for r in self._in_turn(): (last if self.policy.yields(r) and not self._due(r) else first).append(r)
         left, preempted = self._continue(works, self.max_num_batched_tokens, first)
-        if not preempted: left = self._admit(works, left)
+        if not preempted and not made_way: left = self._admit(works, left)
         self._continue(works, left, last)
+        if len(works) < len(self.running):
+            for r in self.running.values(): r.n_passed += r.id not in works
         plan = self.rows.plan(works, self.manager.tables)
         for w in plan.works: self.by_row[w.row].n_planned = w.start + w.n
         if plan.works: self.under_way.append((plan, {w.row: self.by_row[w.row] for w in plan.works}))
         return plan
+
+    def _due(self, r)->bool: return r.n_passed >= self.max_pause - 1 and r.n_missing == 1
+
+    def _in_turn(self)->list: # who waited too long comes before all others; all of them fit into any budget
+        running = sorted(self.running.values(), key=self.policy.mix)
+        return sorted(running, key=lambda r: not self._due(r)) if any(map(self._due, running)) else running
+
+    def _make_way(self, r)->bool:
+        "Preempt those whose place `r` may take, if that is enough for it to get in; did anybody go?"
+        if self._fits(r): return False
+        below = sorted((x for x in self.running.values() if self.policy.ousts(r, x)), key=self.policy.victim)
+        tables = self.manager.tables
+        n_free = self.manager.pool.n_free + sum(len(tables[x.id]) for x in below)
+        if not below or self.manager.n_blocks(len(r.tokens)) > n_free: return False
+        for victim in below:
+            self._preempt(victim)
+            if self._fits(r): break
+        return True
+
+    def _fits(self, r)->bool:
+        if len(self.running) >= self.max_num_seqs: return False
+        owed = sum(self._lacks(x) for x in self.running.values())
+        return self.manager.fits(r, owed, r.params.reads_cache) is not None
 
     def _continue(self, works, left, running)->tuple:
         preempted = False
@@ -211,7 +243,7 @@ class Scheduler:
         while left and self.waiting and len(self.running) < self.max_num_seqs:
             r = self.waiting.first()
             if owed is None: owed = sum(self._lacks(x) for x in self.running.values())
-            if (n_cached := self.manager.admit(r, owed)) is None: break
+            if (n_cached := self.manager.admit(r, owed, r.params.reads_cache)) is None: break
             self._enter(r, n_cached)
             n = min(r.n_missing, left, self.max_chunk)
             left -= self._plan(works, r, n, self.manager.grow(r, r.n_planned + n))
@@ -223,13 +255,13 @@ class Scheduler:
     def _plan(self, works, r, n, new)->int:
         start, end, known = r.n_planned, r.n_planned + n, r.n_known
         ids = None if n == 1 and end == known > r.n_prompt else tuple(r.tokens[start:end])
-        works[r.id] = Work(r.row, start, n, ids, tuple(new), end == known)
+        works[r.id], r.n_passed = Work(r.row, start, n, ids, tuple(new), end == known), 0
         return n
 
     def _enter(self, r, n_cached):
         self.waiting.remove(r.id)
         self.rows.enter(r)
-        r.status, r.n_computed, r.n_planned = Status.RUNNING, n_cached, n_cached
+        r.status, r.n_computed, r.n_planned, r.n_passed = Status.RUNNING, n_cached, n_cached, 0
         if r.n_cached is None: r.n_cached = n_cached
         self.emit("admit", request=r.id, n_cached=n_cached)
 
@@ -247,6 +279,7 @@ class Scheduler:
 
     def update(self, plan:Plan, ids)->list:
         "Take in what the oldest plan under way brought, an id per work that samples: [(request, [id])…]"
+        ids, scores, prompts = ids if isinstance(ids, Told) else (ids, {}, {})
         n, news = sum(w.sample for w in plan.works), []
         if len(ids) != n: raise ValueError(f"the runner gave {len(ids)} ids for a plan that samples {n}")
         if plan.works and not (self.under_way and self.under_way[0][0] is plan):
@@ -258,11 +291,16 @@ class Scheduler:
             if r is None: continue # it lost its row since
             r.n_computed = w.start + w.n
             self.manager.name_full(r, r.n_computed)
-            if w.sample: news.append((r, [self._append(r, id)]))
+            if w.row in prompts: self._hear(r, w.start, prompts[w.row])
+            if w.sample: news.append((r, [self._append(r, id, scores.get(w.row))]))
         return news
 
-    def _append(self, r, id)->int:
+    def _hear(self, r, start, scores): # a prompt computed again says nothing new
+        r.prompt_scores += scores[len(r.prompt_scores) - start:]
+
+    def _append(self, r, id, score=None)->int:
         r.tokens.append(id)
+        if r.scores is not None: r.scores.append(score)
         self.emit("token", request=r.id, n_output=r.n_output)
         reason, r.stop_reason = r.ends(self.limit)
         if reason:

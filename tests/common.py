@@ -115,8 +115,9 @@ class World:
 
     # what a user does
 
-    def add(self, prompt, id=None, eos_ids=(EOS,), priority=0, salt=None, watch=None, **params):
+    def add(self, prompt, id=None, eos_ids=(EOS,), priority=0, salt=None, watch=None, bad_word_ids=None, **params):
         params = SamplingParams(**dict(temperature=0, ignore_eos=True) | params)
+        params.bad_word_ids = bad_word_ids
         name = id or f"r{next(self.names)}"
         request = Request(name, prompt, params, eos_ids, priority=priority, salt=salt, watch=watch)
         self.engine.add(request)
@@ -178,6 +179,7 @@ class World:
         idle = [r for r in s.running.values() if r.row not in rows 
                 and not (r.n_known > len(r.tokens) and r.full(r.n_known, s.limit))]
         assert plan.n_tokens == s.max_num_batched_tokens or not idle, "budget is left, but not used"
+        assert all(r.n_passed < s.max_pause for r in idle if r.n_missing == 1), "a decode waits for too long"
         if s.policy is fcfs:
             assert all(r.n_missing > 1 for r in idle), "a decode waits"
         self.check()
@@ -273,7 +275,7 @@ def random_world(rnd, kind=World, **fixed):
     rows = rnd.choice([1, 2, 3, 4, 5, 6])
     shape = dict(block_size=rnd.randint(1, 5), n_blocks=rnd.randint(3, 14), max_num_seqs=rows,
                  max_num_batched_tokens=rows + rnd.choice([0, 0, 1, 3, 8]), max_chunk=rnd.choice([None, None, 1, 2, 3]),
-                 max_model_len=rnd.choice([None, None, 8, 40, 1000]), caching=rnd.random() < .8, ahead=rnd.choice([0, 0, 1, 2]))
+                 max_model_len=rnd.choice([None, None, 8, 40, 1000]), caching=rnd.random() < .8, ahead=rnd.choice([0, 0, 1, 2]), max_pause=rnd.choice([8, 8, 1, 2]))
     return kind(**shape | fixed)
 
 

@@ -113,7 +113,7 @@ def test_stop_reasons():
 
 def test_the_model_ends_its_answer_unless_told_not_to():
     llm = tiny()
-    llm.engine.run.sample = lambda logits, batch: [257 for _ in batch.rows]
+    llm.engine.run.chooser.sampler = lambda logits, *how: torch.full((len(logits),), 257)
     stopped, = ask(llm, "abc", SamplingParams(max_tokens=3))
     went_on, = ask(llm, "abc", SamplingParams(max_tokens=3, ignore_eos=True))
     assert (stopped.outputs[0].token_ids, stopped.outputs[0].finish_reason) == ([257], "stop")
@@ -174,7 +174,7 @@ def test_no_bos_no_tokens():
 
 @pytest.mark.parametrize("params", [dict(temperature=-1), dict(temperature=float("nan")), dict(top_p=0), dict(top_p=1.1), dict(top_k=-2),
                                     dict(min_p=2), dict(max_tokens=0), dict(max_tokens=1.5), dict(stop_token_ids=["x"]),
-                                    dict(n=2), dict(stop=["x"]), dict(logprobs=1), dict(presence_penalty=.1), dict(detokenize=False)],
+                                    dict(n=0), dict(stop=[""]), dict(logprobs=-2), dict(presence_penalty=3), dict(detokenize=1)],
                          ids=str)
 def test_bad_params_name_themselves(params):
     with pytest.raises(ValueError, match=next(iter(params))):
@@ -189,7 +189,8 @@ def test_stop_ids_outside_the_vocabulary():
 
 
 @pytest.mark.parametrize("kw, says", [
-    (dict(quantization="int8"), "int8"), (dict(tensor_parallel_size=2), "2"), (dict(kv_cache_dtype="fp8"), "only the triton"), (dict(kv_cache_dtype="int3"), "int3"),
+    (dict(quantization="int8"), "int8"), (dict(tensor_parallel_size=2), "2"), (dict(kv_cache_dtype="fp8"), "on a CPU it is auto, bfloat16"),
+    (dict(kv_cache_dtype="bfloat16", attention_backend="torch"), "only the triton and cpu"), (dict(kv_cache_dtype="int3"), "int3"),
     (dict(logits_processors=[print]), "logits_processors"), (dict(max_model_len=257), "257.*256"), (dict(max_model_len=0), "max_model_len=0"),
     (dict(max_num_seqs=0), "max_num_seqs=0"), (dict(max_num_seqs=9, max_num_batched_tokens=8), "8.*9"), (dict(block_size=0), "block_size=0"),
     (dict(num_gpu_blocks_override=1), "n_blocks=1"), (dict(attention_backend="magic"), "magic"), (dict(scheduling_policy="magic"), "magic"),
@@ -340,7 +341,7 @@ def test_abort_ends_a_stream():
 def test_text_never_shows_half_a_character():
     llm, text = tiny(), "a🥭é!"
     ids = iter(list(text.encode()) + [0xf0, 0x9f])
-    llm.engine.run.sample = lambda logits, batch: [next(ids)]
+    llm.engine.run.chooser.sampler = lambda logits, *how: torch.tensor([next(ids)])
     texts = [o.outputs[0].text for _, o in llm.stream("x", SamplingParams(max_tokens=len(text.encode()) + 2))]
     assert all("\ufffd" not in t for t in texts[:-1]) and texts[-1] == text + "\ufffd"
     assert all(b.startswith(a) for a, b in zip(texts, texts[1:]))

@@ -58,7 +58,7 @@ MUTANTS = {  # what is wrong: (module, a piece of its source, what to put there)
         "scheduler", "r.status is not Status.RUNNING or not left", "not left"),
     "no budget, no end": (
         "scheduler", "r.status is not Status.RUNNING or not left", "r.status is not Status.RUNNING"),
-    "a step that preempted admits": ("scheduler", "if not preempted: ", ""),
+    "a step that preempted admits": ("scheduler", "if not preempted and not made_way: ", ""),
     "a row too many": (
         "scheduler", "len(self.running) < self.max_num_seqs", "len(self.running) <= self.max_num_seqs"),
     "chunks before decodes": ("scheduler", "r.n_missing > 1)", "r.n_missing == 1)"),
@@ -67,7 +67,7 @@ MUTANTS = {  # what is wrong: (module, a piece of its source, what to put there)
     "gone rows are not told": ("scheduler", "gone, self._gone = self._gone, []", "gone = []"),
     "new blocks are told twice": ("scheduler", "works[id]._replace(new_blocks=())", "works[id]"),
     "the newest id is not told": (
-        "scheduler", "Admit(r.row, tuple(r.tokens)", "Admit(r.row, tuple(r.tokens[:-1])"),
+        "scheduler", "said, stops = tuple(r.tokens)", "said, stops = tuple(r.tokens[:-1])"),
     "nothing is sent again": ("scheduler", "self._untold.update(self.running)", "pass"),
     "one token is computed for ever": (
         "scheduler", "r.n_computed = w.start + w.n", "r.n_computed = w.start + w.n - w.sample"),
@@ -80,6 +80,7 @@ MUTANTS = {  # what is wrong: (module, a piece of its source, what to put there)
     "a failed step is not taken back": ("engine", "self.scheduler.rewind()", "self.scheduler.rows.resend()"),
     "what was planned counts as computed": ("scheduler", "r.n_planned = r.n_computed = min(r.n_computed,", "r.n_planned = r.n_computed = min(r.n_planned,"),
     "a newcomer gets what was under way": ("scheduler", "for _, owners in self.under_way: owners.pop(r.row, None)", "pass"),
+    "who waited long waits on": ("scheduler", "if any(map(self._due, running)) else running", "if False else running"),
     "a token after the last": ("scheduler", "and r.full(r.n_known, self.limit): continue", "and False: continue"),
 }
 

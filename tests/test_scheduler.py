@@ -119,7 +119,7 @@ def test_the_youngest_yields_and_the_oldest_comes_back_first():
 
 def test_a_victim_gives_its_tokens_back():
     "Planned as v, d, e, then f: e takes the last of a budget of 4, v yields to it, and f runs on what v gives back"
-    w = World(n_blocks=12, max_num_batched_tokens=4, caching=False, policy=Policy(
+    w = World(n_blocks=12, max_num_batched_tokens=4, caching=False, max_pause=1000, policy=Policy(
         order=lambda r: r.number, victim=lambda r: r.id != "v", mix=lambda r: "vdef".index(r.id)))
     for id, n in zip("dvfe", (1, 1, 1, 20)):
         w.add([1]*n, id=id, max_tokens=9)
@@ -423,3 +423,118 @@ def test_prefill_first_lets_newcomers_go_before_decodes():
     w.step()  # its last four, and what is left goes to the other
     assert (new.n_output, old.n_output) == (1, before + 1)
     w.drain().check_done()
+
+
+# ---- how long anybody waits
+
+def pauses(world, request):
+    "Steps between its tokens, while it ran all the time"
+    at = [i for i, (name, f) in enumerate(steps_and_tokens(world)) if name == "token" and f["request"] == request.id]
+    steps = [sum(name == "step" for name, _ in steps_and_tokens(world)[:i]) for i in at]
+    return [b - a for a, b in zip(steps, steps[1:])]
+
+
+def steps_and_tokens(world):
+    return [(name, f) for name, f in world.events if name in ("step", "token")]
+
+
+@pytest.mark.parametrize("name", policies)
+@pytest.mark.parametrize("max_pause", [1, 2, 8])
+def test_a_decode_is_never_passed_over_for_long(name, max_pause):
+    "Case 16: a 40-token prompt in each of 50 steps; then three times as many requests as rows"
+    w = World(n_blocks=200, policy=policies[name], max_num_batched_tokens=8, max_pause=max_pause)
+    old = w.add([1, 2, 3], max_tokens=30)
+    for i in range(50):
+        w.add(ids_of(40, i), max_tokens=2)
+        w.step()
+        assert len(w.scheduler.running) <= 4
+    w.drain().check_done()
+    assert max(pauses(w, old)) <= (max_pause if name == "prefill_first" else 1)
+    many = [w.add(ids_of(5, i), max_tokens=3) for i in range(12)]
+    w.drain().check_done()
+    assert all(r.finish_reason == "length" for r in many)
+
+
+def test_urgent_requests_take_rows_and_blocks_of_others():
+    for n_blocks, rows in ((40, 2), (8, 4)):  # no row; no block
+        w = World(n_blocks=n_blocks, max_num_seqs=rows, policy=policies["priority"])
+        low = [w.add(ids_of(8, i), max_tokens=8, priority=2 + i) for i in range(2)]
+        for _ in range(3):
+            w.step()
+        assert all(r.status is Status.RUNNING for r in low)
+        equal = w.add(ids_of(8, 3), max_tokens=2, priority=3)
+        w.step()
+        assert not any(r.n_preempted for r in low) and equal.status is Status.WAITING
+        urgent = w.add(ids_of(8, 4), max_tokens=2, priority=0)
+        w.step()
+        w.step()
+        assert urgent.status is Status.RUNNING and (low[0].n_preempted, low[1].n_preempted) == (0, 1)
+        w.drain().check_done()
+        done = [f["request"] for name, f in w.events if name == "finish"]
+        assert done.index(urgent.id) < done.index(low[1].id)
+
+
+def test_nobody_is_ousted_in_vain():
+    "What the urgent one needs is more than the less urgent ones hold: they go on"
+    w = World(n_blocks=8, max_num_seqs=4, policy=policies["priority"])
+    high = w.add(ids_of(14, 1), max_tokens=6, priority=0)
+    low = w.add(ids_of(3, 2), max_tokens=6, priority=2)
+    w.step()
+    urgent = w.add(ids_of(14, 3), max_tokens=2, priority=1)
+    w.step()
+    assert low.n_preempted == 0 and urgent.status is Status.WAITING
+    w.drain().check_done()
+    assert high.finish_reason == "length"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_priorities_at_random(seed):
+    rnd, total = Random(seed), Counter()
+    for _ in range(60):
+        world = random_world(rnd, policy=policies["priority"])
+        arrivals = [a | dict(priority=rnd.choice([0, 1, 5])) for a in random_arrivals(rnd, world)]
+        total += play(world, rnd, arrivals, **rnd.choice([{}, dict(p_abort=.03, p_lose=.05, p_fail=.05)])).counts()
+    assert total["preempt"] > 30
+
+
+def test_twenty_thousand_requests_leave_nothing_behind():
+    "Every container is as large as before"
+    def sizes(world):
+        s, m = world.scheduler, world.manager
+        return [len(x) for x in (s.waiting._heap, s.waiting._live, s.running, s.by_row, s.under_way, s.rows._untold, s.rows._free,
+                                 m.tables, m._n_named, world.engine.flights)]
+    w = World(n_blocks=30, max_num_seqs=8, max_num_batched_tokens=64)
+    w.check_plan = w.check = lambda *_: None  # they look at all requests there ever were
+    rnd = Random(0)
+
+    def some(n):
+        for i in range(n):
+            r = w.add([rnd.randrange(200) for _ in range(rnd.randint(1, 6))], max_tokens=rnd.randint(1, 2))
+            if i % 7 == 0:
+                w.engine.abort(r.id)
+            if i % 3 == 0:
+                w.engine.step()
+            w.requests.clear()
+            w.events.clear()
+            w.plans.clear()
+        while len(w.scheduler):
+            w.engine.step()
+    some(500)
+    before = sizes(w)
+    some(20_000)
+    assert sizes(w) == before and len(w.scheduler.rows._gone) <= 16
+    pool = w.manager.pool
+    pool.check()
+    assert pool.n_free == 29 and len(pool.named) <= 29
+
+
+def test_hits_are_counted():
+    w = World()
+    for _ in range(2):
+        w.add(ids_of(9), max_tokens=1)
+        w.drain()
+    assert (w.manager.n_asked, w.manager.n_found) == (18, 8)
+    assert [r.n_cached for r in w.requests] == [0, 8]
+    w.add(ids_of(9), max_tokens=1, skip_reading_prefix_cache=True)
+    w.drain().check_done()
+    assert w.requests[-1].n_cached == 0 and w.manager.n_found == 8
