@@ -164,9 +164,10 @@ class BlockManager:
 
     def grow(self, request, n_tokens:int)->list:
         "Append blocks until `n_tokens` fit: the new ones, or None (nothing changed) if the pool has too few"
-        n = self.missing(request, n_tokens)
-        new = self.pool.take(n, request.id) if n else []
-        if new: self.tables[request.id] += new
+        table = self.tables[request.id]
+        if n_tokens <= len(table)*self.block_size: return [] # nearly always, so nearly free
+        new = self.pool.take(self.missing(request, n_tokens), request.id)
+        if new: table += new
         return new
 
     def name_full(self, request, n_computed:int):

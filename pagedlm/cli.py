@@ -101,7 +101,7 @@ def _load(args, **kw):
     return LLM(args.model, dtype=args.dtype, device=args.device, quantization=args.quantization, **kw)
 
 # %% ../nbs/45_cli.ipynb #d14f8756
-QUESTIONS = ["What is the capital of France?", "Name three fruits.", "What does a library do?"]
+QUESTIONS = ["What is the capital of Japan?", "Name three fruits.", "What does a library do?"]
 
 def run_demo(args):
     "The command `demo`. With only 48 tokens a step, prompts come in chunks beside the decodes of others"

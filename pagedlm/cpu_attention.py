@@ -311,7 +311,7 @@ def tiles_for(
     return dict(tiles=tiles, merges=merges, n_tiles=len(tiles), n_merges=len(merges),
                 n_places=int(merges[:, 3].sum()))
 
-# %% ../nbs/17_cpu_attention.ipynb #f6d232d7
+# %% ../nbs/17_cpu_attention.ipynb #54afecb2
 ATTENTION = [(name, "i8") for name in (
     "qkv q k v o rope positions slots tables tiles merges scratch parts counters " # addresses of arrays
     "scores softmax values read_q " # of C functions; read_q is 0 where queries stay float32
@@ -322,17 +322,19 @@ class Record:
     def __init__(self,
         fields, # [(name, type)], as for `np.dtype`
     ):
-        self.arrays, self.all = {}, np.zeros(1, np.dtype(fields))
+        self.arrays, self.all, self.names = {}, np.zeros(1, np.dtype(fields)), {name for name, _ in fields}
 
     @property
     def one(self): return self.all[0]
 
     def put(self, **fields):
-        "Arrays by their address, C functions by theirs, numbers as they are; other names are ignored"
+        "Arrays and tensors by their address, C functions by theirs, numbers as they are; no field: ignored"
         for name, x in fields.items():
-            if name not in self.all.dtype.names: continue
-            if isinstance(x, np.ndarray): self.arrays[name] = x
-            self.all[name] = x.ctypes.data if isinstance(x, np.ndarray) else getattr(x, "address", x)
+            if name not in self.names: continue
+            if isinstance(x, (np.ndarray, torch.Tensor)):
+                self.arrays[name] = x
+                x = x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr()
+            self.all[name] = getattr(x, "address", x)
 
 # %% ../nbs/17_cpu_attention.ipynb #7ce532d4
 @compiled
@@ -490,7 +492,7 @@ def check_spec(
         raise ValueError(f"layer {layer} has {what}, which the cpu back-end does not know; the reference "
                          "back-end does")
 
-# %% ../nbs/17_cpu_attention.ipynb #140f0c41
+# %% ../nbs/17_cpu_attention.ipynb #6e271f2d
 class CpuBackend(Backend):
     "Paged attention by the kernels of this module, over float32 and bfloat16 models"
     def __init__(self,
@@ -499,7 +501,7 @@ class CpuBackend(Backend):
         part:int=PART,      # as for `CpuCache`
     ):
         self.kv_dtype, self.part, self.team = kv_dtype, part, Team(n_threads or torch.get_num_threads())
-        self.record = Record(ATTENTION + [("layer", "i8")])
+        self.record, self.ready, self.n_places = Record(ATTENTION + [("layer", "i8")]), (None, None), 0
 
     def new_cache(self, config, n_blocks, block_size, dtype, device=None):
         if device is not None and torch.device(device).type != "cpu":
@@ -516,30 +518,42 @@ class CpuBackend(Backend):
         check_spec(spec, layer)
         if len(qkv) and (last := int(meta.positions.max())) >= len(spec.rope):
             raise ValueError(f"position {last}, but the model's max_len is {len(spec.rope)}")
-        q = aligned(_shape(spec, len(qkv)))
+        q = _rows(spec, len(qkv))
         self._run(store_alone, spec, layer, cache, T=len(qkv), scale=1, q=q,
-                  rope=_numpy(spec.rope, torch.float32), qkv=_numpy(qkv, torch.float32, copy=True),
-                  positions=_numpy(meta.positions, torch.int64), slots=_numpy(meta.slots, torch.int64))
-        return torch.from_numpy(q).transpose(0, 1).flatten(1, 2).to(qkv.dtype)
+                  rope=_plain(spec.rope, torch.float32), qkv=_plain(qkv, torch.float32, copy=True),
+                  positions=_plain(meta.positions, torch.int64), slots=_plain(meta.slots, torch.int64))
+        return q.transpose(0, 1).flatten(1, 2).to(qkv.dtype)
 
     def attend(self, spec, layer, q, cache, meta):
         check_spec(spec, layer)
-        shape, tiles = _shape(spec, len(q)), meta.tiles or self.tiles(cache, meta)
-        scaled, o, tables = aligned(shape), aligned(shape), _numpy(meta.block_tables, torch.int32)
-        torch.mul(q.unflatten(1, shape[::2]).transpose(0, 1), spec.scale, out=torch.from_numpy(scaled))
-        room = room_bytes(cache.config, cache.block_size, cache.part)
-        scratch = aligned((self.team.n_threads, room), np.uint8)
-        parts = aligned((tiles["n_places"] + 1, place_bytes(cache.config)), np.uint8)
-        self._run(attend_alone, spec, layer, cache, T=len(q), q=scaled, o=o, tables=tables, room=room,
-                  width=tables.shape[1], scratch=scratch, parts=parts, **tiles)
-        return torch.from_numpy(o).transpose(0, 1).flatten(1).to(q.dtype)
+        tables, tiles = _plain(meta.block_tables, torch.int32), meta.tiles or self.tiles(cache, meta)
+        scaled, o = _rows(spec, len(q)), _rows(spec, len(q))
+        torch.mul(q.unflatten(1, (spec.n_kv_heads, -1)).transpose(0, 1), spec.scale, out=scaled)
+        self._run(attend_alone, spec, layer, cache, T=len(q), q=scaled, o=o, tables=tables,
+                  width=tables.shape[1], **tiles)
+        return o.transpose(0, 1).flatten(1).to(q.dtype)
 
-    def _run(self, f, spec, layer, cache, **fields):
-        self.record.put(H=spec.n_heads, Hk=spec.n_kv_heads, D=spec.head_dim, layer=layer,
-                        counters=aligned((2, 32), np.int32), **cache.fields(), **fields)
-        if CHECKED: watch([*self.record.arrays.values()])
-        self.team.run(f, self.record.one)
+    def _run(self, f, spec, layer, cache, n_places=0, **fields):
+        s, heads = self.record, spec[:3]
+        if self.ready[0] is not cache or self.ready[1] != heads: self._prepare(cache, heads)
+        if n_places > self.n_places:
+            self.n_places = n_places
+            s.put(parts=aligned((n_places, place_bytes(cache.config)), np.uint8))
+        s.put(layer=layer, **fields)
+        s.arrays["counters"].fill(0)
+        if CHECKED: watch([np.asarray(x) for x in s.arrays.values()])
+        self.team.run(f, s.one)
         if CHECKED: check_fault()
 
-def _shape(spec, T): return spec.n_kv_heads, T, spec.n_heads//spec.n_kv_heads, spec.head_dim
-def _numpy(x, dtype, **how): return x.to(dtype, **how).contiguous().numpy()
+    def _prepare(self, cache, heads): # what most calls find as they left it
+        room = room_bytes(cache.config, cache.block_size, cache.part)
+        scratch = aligned((self.team.n_threads, room), np.uint8)
+        self.record.put(**dict(zip(("H", "Hk", "D"), heads)), room=room, scratch=scratch,
+                        parts=aligned((1, place_bytes(cache.config)), np.uint8),
+                        counters=aligned((2, 32), np.int32), **cache.fields())
+        self.ready, self.n_places = (cache, heads), 1
+
+def _rows(spec, T): # queries or results, (Hk, T, G, D)
+    return torch.empty(spec.n_kv_heads, T, spec.n_heads//spec.n_kv_heads, spec.head_dim, dtype=torch.float32)
+
+def _plain(x, dtype, **how): return x.to(dtype, **how).contiguous()

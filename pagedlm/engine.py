@@ -45,7 +45,8 @@ class Engine:
     def _launch(self)->bool:
         start, plan = self.clock(), self.scheduler.schedule()
         if not plan.works: return False
-        works = [(self.scheduler.by_row[w.row].id, w.n) for w in plan.works]
+        owners = self.scheduler.by_row
+        works = [(owners[w.row].id, w.n) for w in plan.works]
         self.flights.append((plan, works, start, self.run(plan)))
         return True
 

@@ -7,6 +7,7 @@ __all__ = ['Status', 'Score', 'Request', 'Admit', 'Work', 'Plan', 'Told']
 
 # %% ../nbs/20_request.ipynb #51162aa3
 from enum import Enum
+from math import inf
 from typing import NamedTuple
 
 from .core import SamplingParams
@@ -45,6 +46,7 @@ class Request:
         self.salt, self.watch = salt, watch
         self.tokens, self.n_prompt = list(prompt), len(prompt) # all that is known: prompt, then output
         self.eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
+        self.n_most = self.n_prompt + (params.max_tokens or inf) # tokens it may have; None: as many as fit
         self.stops = frozenset(eos_ids).union(params.stop_token_ids) # what min_tokens puts off
         self.scores = None if params.logprobs is None else []               # of its output, `Score`s
         self.prompt_scores = None if params.prompt_logprobs is None else [] # of its prompt, but the first
@@ -69,7 +71,9 @@ class Request:
     @property
     def n_known(self)->int: return max(len(self.tokens), self.n_planned + 1) # with the id that is under way
     @property
-    def n_missing(self)->int: return self.n_known - self.n_planned # at least 1
+    def n_missing(self)->int: # n_known - n_planned, without the detour: it is asked for in every step
+        n = len(self.tokens) - self.n_planned
+        return n if n > 1 else 1
     @property
     def n_output(self)->int: return len(self.tokens) - self.n_prompt
     @property
@@ -77,17 +81,16 @@ class Request:
 
     def ends(self, limit:int)->tuple:
         "`(finish_reason, stop_reason)` after its newest id, or two Nones; no sequence is longer than `limit`"
-        last = self.tokens[-1]
-        if self.n_output > self.params.min_tokens:
+        last, n = self.tokens[-1], len(self.tokens)
+        if n - self.n_prompt > self.params.min_tokens:
             if last in self.eos_ids: return "stop", None
             if last in self.params.stop_token_ids: return "stop", last
             if self.watch and (why := self.watch([last])): return "stop", why
-        return ("length" if self.full(len(self.tokens), limit) else None), None
+        return ("length" if self.full(n, limit) else None), None
 
     def full(self, n:int, limit:int)->bool:
         "Is a sequence of `n` tokens as long as it may get?"
-        most = self.params.max_tokens or limit # None: as many as fit
-        return n - self.n_prompt >= most or n >= limit
+        return n >= self.n_most or n >= limit
 
     def __repr__(self):
         return (f"Request({self.id}: {self.n_prompt}+{self.n_output} tokens, {self.n_computed} computed, "

@@ -36,8 +36,10 @@ class Rows:
         "Bring the rows up to date: forget, admit, grow"
         self.n_blocks[plan.gone] = 0
         for a in plan.admitted: self._admit(a)
+        if not self.n_blocks[[w.row for w in plan.works]].all():
+            lost = [w.row for w in plan.works if not self.n_blocks[w.row]]
+            raise RuntimeError(f"rows {lost} have work, but were never admitted")
         for w in plan.works:
-            if not self.n_blocks[w.row]: raise RuntimeError(f"row {w.row} has work, but was never admitted")
             if w.new_blocks: self._grow(w.row, w.new_blocks)
 
     def _admit(self, a):
@@ -64,7 +66,7 @@ def flatten(
 )->tuple:            # two dicts of NumPy arrays: about the T tokens, about the S rows that sample
     "Ragged works as flat arrays, one run of tokens per work"
     row, start, n, told, _, wants = zip(*works)
-    row, start, n = np.array(row), np.array(start), np.array(n)
+    row, start, n, wants = (np.fromiter(x, np.int64, len(works)) for x in (row, start, n, wants))
     end, stop = start + n, np.cumsum(n)                     # (R,) in its sequence; among the T
     of = np.repeat(np.arange(len(row)), n)                  # (T,) which work a token belongs to
     pos = np.arange(stop[-1]) + (end - stop)[of]            # (T,)
@@ -118,6 +120,11 @@ class Direct:
         x = torch.from_numpy(buffer)
         return x if to is None else to[:len(x)].copy_(x)
 
+    def carry(self, arrays, to=None):
+        "The arrays as tensors; as parts of `to`, if that is given"
+        if to is None: return {name: torch.from_numpy(x) for name, x in arrays.items()}
+        return unpack(self.send(pack(arrays, self.room), to), arrays)
+
     def receive(self, ids, then):
         "What `then` makes of the ids, as a list"
         return then(ids.tolist())
@@ -149,6 +156,10 @@ class Pinned:
         to.copy_(x, non_blocking=True)
         self.sent[self.turn] = self._mark()
         return to
+
+    def carry(self, arrays, to=None):
+        "The arrays as tensors on the device, sent in one copy; as parts of `to`, if that is given"
+        return unpack(self.send(pack(arrays, self.room), to), arrays)
 
     def receive(self, ids, then):
         "Queue a copy back; a function that waits for it, and gives what `then` makes of the ids"
@@ -228,8 +239,8 @@ class Runner:
         return tokens | _tiles(cuts) | how, lens, cuts
 
     def batch(self, arrays, lens, cuts, to=None)->Batch:
-        "Send it, in one copy"
-        x = unpack(self.wire.send(pack(arrays, self.wire.room), to), arrays)
+        "Send it"
+        x = self.wire.carry(arrays, to)
         where = (x[name] for name in ("tables", "seq_lens", "q_starts", "slots", "positions"))
         how = tuple(x[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position"))
         return Batch(x["ids"], x["row"], AttnMeta(*where, *lens, _placed(cuts, x)), x["rows"], x["last"], how)

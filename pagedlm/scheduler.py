@@ -8,6 +8,7 @@ __all__ = ['fcfs', 'priority', 'shortest_first', 'prefill_first', 'policies', 'P
 # %% ../nbs/21_scheduler.ipynb #819159b6
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -21,13 +22,13 @@ class Policy(NamedTuple):
     order:Callable   # waiting request -> key for admission, looked at when it joins the queue
     victim:Callable  # running request -> key: who is preempted when blocks run out
     mix:Callable     # running request -> key: who gets this step's budget first
-    yields:Callable = lambda r: False # running request -> does it come after newcomers?
+    yields:Callable = None            # running request -> does it come after newcomers?
     ousts:Callable = None             # (waiting, running) -> must the second go if the first finds no room?
 
 # %% ../nbs/21_scheduler.ipynb #df0692d7
 fcfs = Policy(order=lambda r: (r.arrival, r.number),
               victim=lambda r: (-r.arrival, -r.number),  # the youngest
-              mix=lambda r: r.n_missing > 1)             # decodes, then chunks, each in order of admission
+              mix=lambda r: len(r.tokens) > r.n_planned + 1) # decodes, then chunks, each in order of admission
 
 # %% ../nbs/21_scheduler.ipynb #12324341
 priority = Policy(order=lambda r: (r.priority, r.arrival, r.number),
@@ -115,6 +116,8 @@ class Rows:
         return Plan(sorted(admitted, key=lambda a: a.row), list(works.values()), gone)
 
 # %% ../nbs/21_scheduler.ipynb #8e0c5c74
+_work = partial(tuple.__new__, Work) # `Work(*fields)` in half the time
+
 class Scheduler:
     "Who computes how many tokens in this step: computed tokens catch up with known ones, prompt or output"
     def __init__(self,
@@ -135,6 +138,7 @@ class Scheduler:
         self.limit = min(self.max_model_len, manager.capacity) # no sequence gets longer
         self.waiting, self.rows, self._n_arrived = Queue(policy.order), Rows(max_num_seqs), 0
         self.running, self.by_row = self.rows.running, self.rows.by_row # read by everyone, changed by `rows`
+        self.passed_over = False # did a running request get nothing in the last step?
         self.under_way = deque() # steps planned, but not taken in: (plan, its rows' requests), oldest first
 
     def _check_sizes(self):
@@ -188,23 +192,29 @@ class Scheduler:
     def schedule(self)->Plan:
         "Continue what runs, preempting if blocks run out; if nobody had to go, admit who waits"
         made_way = bool(self.policy.ousts and self.waiting) and self._make_way(self.waiting.first())
-        works, first, last = {}, [], []
-        for r in self._in_turn(): (last if self.policy.yields(r) and not self._due(r) else first).append(r)
+        works, first, last = {}, self._in_turn(), []
+        if yields := self.policy.yields:
+            last = [r for r in first if yields(r) and not self._due(r)]
+            behind = {r.id for r in last}
+            first = [r for r in first if r.id not in behind]
         left, preempted = self._continue(works, self.max_num_batched_tokens, first)
         if not preempted and not made_way: left = self._admit(works, left)
         self._continue(works, left, last)
-        if len(works) < len(self.running):
+        self.passed_over = len(works) < len(self.running) # was anybody?
+        if self.passed_over:
             for r in self.running.values(): r.n_passed += r.id not in works
         plan = self.rows.plan(works, self.manager.tables)
-        for w in plan.works: self.by_row[w.row].n_planned = w.start + w.n
-        if plan.works: self.under_way.append((plan, {w.row: self.by_row[w.row] for w in plan.works}))
+        owners = {w.row: self.by_row[w.row] for w in plan.works}
+        for w, r in zip(plan.works, owners.values()): r.n_planned = w.start + w.n
+        if plan.works: self.under_way.append((plan, owners))
         return plan
 
     def _due(self, r)->bool: return r.n_passed >= self.max_pause - 1 and r.n_missing == 1
 
     def _in_turn(self)->list: # who waited too long comes before all others; all of them fit into any budget
         running = sorted(self.running.values(), key=self.policy.mix)
-        return sorted(running, key=lambda r: not self._due(r)) if any(map(self._due, running)) else running
+        if self.max_pause > 1 and not self.passed_over: return running # as nearly always
+        return sorted(running, key=lambda r: not self._due(r))
 
     def _make_way(self, r)->bool:
         "Preempt those whose place `r` may take, if that is enough for it to get in; did anybody go?"
@@ -224,18 +234,21 @@ class Scheduler:
         return self.manager.fits(r, owed, r.params.reads_cache) is not None
 
     def _continue(self, works, left, running)->tuple:
-        preempted = False
+        preempted, alive, grow = False, Status.RUNNING, self.manager.grow # looked up once, for all requests
         for r in running:
-            if r.status is not Status.RUNNING or not left: continue # preempted in this loop, or no budget
-            if r.n_known > len(r.tokens) and r.full(r.n_known, self.limit): continue # its last is under way
-            n = min(r.n_missing, left, self.max_chunk)
-            while (new := self.manager.grow(r, r.n_planned + n)) is None:
+            if r.status is not alive or not left: continue # preempted in this loop, or no budget
+            start, missing = r.n_planned, len(r.tokens) - r.n_planned
+            if missing < 1: # its newest id is under way
+                if r.full(start + 1, self.limit): continue # and is its last
+                missing = 1
+            n = 1 if missing == 1 else min(missing, left, self.max_chunk)
+            while (new := grow(r, start + n)) is None:
                 victim = min(self.running.values(), key=self.policy.victim)
                 left += works.pop(victim.id).n if victim.id in works else 0
                 self._preempt(victim)
                 preempted = True
                 if victim is r: break
-            else: left -= self._plan(works, r, n, new)
+            else: left -= self._plan(works, r, n, new, n == missing)
         return left, preempted
 
     def _admit(self, works, left)->int:
@@ -246,16 +259,17 @@ class Scheduler:
             if (n_cached := self.manager.admit(r, owed, r.params.reads_cache)) is None: break
             self._enter(r, n_cached)
             n = min(r.n_missing, left, self.max_chunk)
-            left -= self._plan(works, r, n, self.manager.grow(r, r.n_planned + n))
+            new = self.manager.grow(r, r.n_planned + n)
+            left -= self._plan(works, r, n, new, n == r.n_missing)
             owed += self._lacks(r)
         return left
 
     def _lacks(self, r)->int: return self.manager.missing(r, r.n_known)
 
-    def _plan(self, works, r, n, new)->int:
-        start, end, known = r.n_planned, r.n_planned + n, r.n_known
-        ids = None if n == 1 and end == known > r.n_prompt else tuple(r.tokens[start:end])
-        works[r.id], r.n_passed = Work(r.row, start, n, ids, tuple(new), end == known), 0
+    def _plan(self, works, r, n, new, last)->int:
+        start = r.n_planned
+        ids = None if n == 1 and last and start >= r.n_prompt else tuple(r.tokens[start:start + n])
+        works[r.id], r.n_passed = _work((r.row, start, n, ids, tuple(new), last)), 0
         return n
 
     def _enter(self, r, n_cached):
@@ -286,27 +300,29 @@ class Scheduler:
             raise ValueError("this plan is not the oldest under way")
         owners = self.under_way.popleft()[1] if plan.works else {}
         ids = iter(ids)
-        for w in plan.works:
-            r, id = owners.get(w.row), next(ids) if w.sample else None
-            if r is None: continue # it lost its row since
-            r.n_computed = w.start + w.n
-            self.manager.name_full(r, r.n_computed)
-            if w.row in prompts: self._hear(r, w.start, prompts[w.row])
-            if w.sample: news.append((r, [self._append(r, id, scores.get(w.row))]))
+        B = self.manager.block_size
+        for row, start, n, _, _, sample in plan.works:
+            id = next(ids) if sample else None
+            if (r := owners.get(row)) is None: continue # it lost its row since
+            r.n_computed = start + n
+            if (start + n)//B > start//B: self.manager.name_full(r, start + n)
+            if prompts and row in prompts: self._hear(r, start, prompts[row])
+            if not sample: continue
+            self._append(r, id, scores.get(row) if scores else None)
+            news.append((r, [id]))
         return news
 
     def _hear(self, r, start, scores): # a prompt computed again says nothing new
         r.prompt_scores += scores[len(r.prompt_scores) - start:]
 
-    def _append(self, r, id, score=None)->int:
+    def _append(self, r, id, score=None):
         r.tokens.append(id)
         if r.scores is not None: r.scores.append(score)
-        self.emit("token", request=r.id, n_output=r.n_output)
+        self.emit("token", request=r.id, n_output=len(r.tokens) - r.n_prompt)
         reason, r.stop_reason = r.ends(self.limit)
         if reason:
             self._leave(r)
             self._finish(r, reason)
-        return id
 
     def _finish(self, r, reason):
         r.status, r.finish_reason, r.row = Status.FINISHED, reason, None

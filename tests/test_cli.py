@@ -35,7 +35,7 @@ def test_version_and_help():
 def test_demo_answers_three_questions_and_shows_what_happened():
     done = pagedlm("demo")
     assert done.returncode == 0, done.stderr
-    for words in ("Paris", "> Name three fruits.", "step ", "request 2", "prefix cache", "fullest", "tokens/s"):
+    for words in ("Tokyo", "> Name three fruits.", "step ", "request 2", "prefix cache", "fullest", "tokens/s"):
         assert words in done.stdout, words
     assert max(map(len, done.stdout.splitlines()[-20:])) <= 100
 

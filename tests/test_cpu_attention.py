@@ -21,7 +21,7 @@ from pagedlm import cpu_attention
 from pagedlm.attention import AttnSpec, Dense
 from pagedlm.config import ModelConfig
 from pagedlm.core import cdiv
-from pagedlm.cpu import aligned
+from pagedlm.cpu import CHECKED, aligned
 from pagedlm.kvcache import KVCache, slots_of
 from pagedlm.layers import rope_table
 from pagedlm.paged import AttnMeta, Backend, load_backend
@@ -159,6 +159,19 @@ def test_slots_of_minus_one_write_nothing():
     assert torch.equal(qkv, layer.qkv[0]), "the caller's qkv was used up"
 
 
+def test_one_backend_two_caches():
+    "Of other sizes and kinds, in turns; the second needs more places for parts"
+    a, b = Layer([70], dtype=torch.float32, n_threads=2, part=16), Layer([300], G=4, D=32, B=5, n_threads=2, part=16)
+    steps = [[(0, n)] for n in (60, 1, 5, 1, 3)]
+    want = [Layer([70], dtype=torch.float32).serve(steps)[0], Layer([300], G=4, D=32, B=5).serve(steps)[0]]
+    b.backend, got = a.backend, ([], [])
+    for works in steps:
+        for layer, outs in zip((a, b), got):
+            outs.append(layer.step(works)[1])
+    assert a.n_merges and b.n_merges
+    assert all(distance(torch.cat(x), y) < 4e-3 for x, y in zip(got, want))
+
+
 # ---- the same bits
 
 def random_steps(rnd, lens):
@@ -253,6 +266,14 @@ def small_sweep():
         a, b = (Layer([70, 30], D=16, B=16, dtype=dtype, n_threads=2, part=16) for _ in "ab")
         want, steps = a.serve([[(0, 70)], [(1, 30)]]), [[(0, 61), (1, 7)], *[[(0, 1)]]*5, [(0, 4), (1, 23)]]
         assert all(torch.equal(x, y) for x, y in zip(b.serve(steps), want)) and b.n_merges
+    if CHECKED:
+        layer = Layer([4], D=16)
+        meta = make_meta([(layer.tables[0], 0, 4)], 16)
+        with pytest.raises(IndexError, match="outside of all arrays"):
+            layer.backend.store(layer.spec, 1, layer.cache, layer.qkv[0], meta._replace(slots=torch.tensor([0, 1, 2, 999])))
+        with pytest.raises(IndexError, match="outside of all arrays"):
+            tables = torch.full_like(meta.block_tables, 99)
+            layer.backend.attend(layer.spec, 1, torch.zeros(4, 3, 16), layer.cache, meta._replace(block_tables=tables))
     print(cpu_attention.X["bf16"], cpu_attention.W)
 
 

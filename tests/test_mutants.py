@@ -40,28 +40,28 @@ MUTANTS = {  # what is wrong: (module, a piece of its source, what to put there)
     "ignore_eos is ignored": ("request", "frozenset() if params.ignore_eos else ", ""),
     "one token more than fits": ("request", "or n >= limit", "or n > limit"),
     "one token more than asked for": (
-        "request", "n - self.n_prompt >= most", "n - self.n_prompt > most"),
+        "request", "n >= self.n_most", "n > self.n_most"),
     "progress survives preemption": (
         "scheduler", "r.n_computed, r.n_planned = Status.WAITING, 0, 0",
         "r.n_computed, r.n_planned = Status.WAITING, r.n_computed, r.n_planned"),
     "what was cached is computed again": ("scheduler", "Status.RUNNING, n_cached, n_cached", "Status.RUNNING, 0, 0"),
-    "every chunk samples": ("scheduler", "tuple(new), end == known)", "tuple(new), True)"),
+    "every chunk samples": ("scheduler", "tuple(new), last))", "tuple(new), True))"),
     "a chunk too long by one": (
-        "scheduler", "start, end, known = r.n_planned,", "n += n > 1; start, end, known = r.n_planned,"),
+        "scheduler", "start = r.n_planned\n", "start, n = r.n_planned, n + (n > 1)\n"),
     "the last id stands for any single id": (
-        "scheduler", "n == 1 and end == known > r.n_prompt", "n == 1 and known > r.n_prompt"),
+        "scheduler", "n == 1 and last and start >= r.n_prompt", "n == 1 and start >= r.n_prompt"),
     "a victim's work stays in the plan": (
         "scheduler", "works.pop(victim.id).n if", "works[victim.id].n if"),
     "a victim's tokens are lost to the budget": (
         "scheduler", "works.pop(victim.id).n if", "works.pop(victim.id).n*0 if"),
     "a victim of this step is planned": (
-        "scheduler", "r.status is not Status.RUNNING or not left", "not left"),
+        "scheduler", "r.status is not alive or not left", "not left"),
     "no budget, no end": (
-        "scheduler", "r.status is not Status.RUNNING or not left", "r.status is not Status.RUNNING"),
+        "scheduler", "r.status is not alive or not left", "r.status is not alive"),
     "a step that preempted admits": ("scheduler", "if not preempted and not made_way: ", ""),
     "a row too many": (
         "scheduler", "len(self.running) < self.max_num_seqs", "len(self.running) <= self.max_num_seqs"),
-    "chunks before decodes": ("scheduler", "r.n_missing > 1)", "r.n_missing == 1)"),
+    "chunks before decodes": ("scheduler", "len(r.tokens) > r.n_planned + 1)", "len(r.tokens) <= r.n_planned + 1)"),
     "who ends keeps its blocks": ("scheduler", "self.manager.release(r)", "pass"),
     "who ends keeps its row": ("scheduler", "self._free.append(r.row)", "pass"),
     "gone rows are not told": ("scheduler", "gone, self._gone = self._gone, []", "gone = []"),
@@ -70,8 +70,8 @@ MUTANTS = {  # what is wrong: (module, a piece of its source, what to put there)
         "scheduler", "said, stops = tuple(r.tokens)", "said, stops = tuple(r.tokens[:-1])"),
     "nothing is sent again": ("scheduler", "self._untold.update(self.running)", "pass"),
     "one token is computed for ever": (
-        "scheduler", "r.n_computed = w.start + w.n", "r.n_computed = w.start + w.n - w.sample"),
-    "nothing is ever named": ("scheduler", "self.manager.name_full(r, r.n_computed)", "pass"),
+        "scheduler", "r.n_computed = start + n", "r.n_computed = start + n - sample"),
+    "nothing is ever named": ("scheduler", "self.manager.name_full(r, start + n)", "pass"),
     "the longest sequence is longer than the pool": (
         "scheduler", "min(self.max_model_len, manager.capacity)", "self.max_model_len"),
     "a prompt that leaves no room": (
@@ -80,8 +80,8 @@ MUTANTS = {  # what is wrong: (module, a piece of its source, what to put there)
     "a failed step is not taken back": ("engine", "self.scheduler.rewind()", "self.scheduler.rows.resend()"),
     "what was planned counts as computed": ("scheduler", "r.n_planned = r.n_computed = min(r.n_computed,", "r.n_planned = r.n_computed = min(r.n_planned,"),
     "a newcomer gets what was under way": ("scheduler", "for _, owners in self.under_way: owners.pop(r.row, None)", "pass"),
-    "who waited long waits on": ("scheduler", "if any(map(self._due, running)) else running", "if False else running"),
-    "a token after the last": ("scheduler", "and r.full(r.n_known, self.limit): continue", "and False: continue"),
+    "who waited long waits on": ("scheduler", "if self.max_pause > 1 and not self.passed_over: return", "if True: return"),
+    "a token after the last": ("scheduler", "if r.full(start + 1, self.limit): continue", "if False: continue"),
 }
 
 
