@@ -379,13 +379,13 @@ def pool_size(
                          "but 2 are needed: the null block and one to hand out")
     return min(fit, cdiv(n_tokens, block_size) + 1)
 
-# %% ../nbs/40_llm.ipynb #6b59642b
+# %% ../nbs/40_llm.ipynb #41f2ad31
 KV_DTYPES = dict(auto=None, bfloat16=torch.bfloat16, float32=torch.float32, fp8=torch.float8_e4m3fn,
                  fp8_e4m3=torch.float8_e4m3fn, fp8_e5m2=torch.float8_e5m2)
 
 def pick_kernels(
     device,                  # a torch device
-    name:str=None,           # attention back-end; None: "triton" on a GPU that has it, else "torch", or "cpu" for another type
+    name:str=None,           # attention back-end; None: "triton" on a GPU that has it, else "torch" or "cpu"
     kv_cache_dtype="auto",   # a key of `KV_DTYPES`; auto: the model's
 )->tuple:                    # back-end; module with the ops of a layer; sampler
     "Who computes what on this device"
@@ -393,10 +393,11 @@ def pick_kernels(
     if kv_cache_dtype not in KV_DTYPES:
         raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r}, but there is only {', '.join(KV_DTYPES)}")
     kind = KV_DTYPES[kv_cache_dtype]
-    if name is None: name = "triton" if gpu and find_spec("triton") else "cpu" if kind and not gpu else "torch"
+    usual = "triton" if gpu and find_spec("triton") else "cpu" if kind and not gpu else "torch"
+    name = name or usual
     if kind and name not in ("triton", "cpu"):
-        raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r}: only the triton and cpu back-ends keep other types "
-                         f"than the model's, not {name!r}")
+        raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r}: only the triton and cpu back-ends "
+                         f"keep other types than the model's, not {name!r}")
     if name == "cpu" and kind not in (None, torch.bfloat16, torch.float32):
         raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r}, but on a CPU it is auto, bfloat16 or float32")
     backend = load_backend(name, **dict(kv_dtype=kind) if kind else {})
@@ -412,8 +413,9 @@ def compiled_step(
     try: from pagedlm.cpu_runner import CpuRunner, kv_dtype_for, unfit
     except ImportError as e: why = str(e)
     else: why = unfit(model)
-    if why: logging.getLogger(__name__).warning("the steps of this model are run by PyTorch, not compiled: %s", why)
-    if why: return None, None
+    if why:
+        logging.getLogger(__name__).warning("this model's steps are run by PyTorch, not compiled: %s", why)
+        return None, None
     kv_dtype = kv_dtype or kv_dtype_for(model)
     return partial(CpuRunner, kv_dtype=kv_dtype), kv_dtype
 
@@ -426,7 +428,7 @@ def run_largest(
     ids = make(n_blocks)(plan)
     if callable(ids): ids()
 
-# %% ../nbs/40_llm.ipynb #96221740
+# %% ../nbs/40_llm.ipynb #8e108261
 def load_text_model(
     model,         # a path, a `Transformer`, or None for the default model
     tokenizer,     # needed beside a `Transformer`, else None: the model's own
@@ -438,12 +440,14 @@ def load_text_model(
     "A model and its tokenizer, from whatever the user has"
     if isinstance(model, Transformer):
         if tokenizer is None: raise ValueError("a `Transformer` brings no tokenizer: pass `tokenizer=` too")
-        if quantization: raise ValueError(f"quantization={quantization!r} is for files: pack this model with `quant.pack`")
+        if quantization:
+            raise ValueError(f"quantization={quantization!r} is for files: pack this model with `quant.pack`")
         return model, tokenizer
     cpu, path = torch.device(device or "cpu").type == "cpu", default_model() if model is None else model
     find_kind(quantization)
     if quantization and not cpu:
-        raise ValueError(f"quantization={quantization!r} on {device}, but only the CPU has kernels for packed weights")
+        raise ValueError(f"quantization={quantization!r} on {device}, "
+                         "but only the CPU has kernels for packed weights")
     packed = quantization or (cpu and dtype == "auto")
     model, own = (load_packed(path, quantization, dtype, device, ops=ops) if packed
                   else load_model(path, dtype, device, ops=ops))
@@ -480,13 +484,13 @@ def default_params(
         "requests without sampling_params use %s of %s; generation_config='vllm' turns that off", found, path)
     return found
 
-# %% ../nbs/40_llm.ipynb #79ca4eda
+# %% ../nbs/40_llm.ipynb #9171838b
 class LLM:
     "Text in, text out, over one engine. vLLM's names; an option that is not there yet raises"
     def __init__(self,
         model=None,                          # a folder, a .gguf, a `Transformer`; None: SmolLM2-135M-Instruct
         tokenizer=None,                      # needed beside a `Transformer`
-        dtype="auto",                        # of weights and cache; auto: as stored, packed weights on a CPU too
+        dtype="auto",                        # of weights and cache; auto: as stored, on a CPU packed too
         quantization=None,                   # pack as: a name in `quant.kinds`; None: as `dtype` says
         max_model_len:int=None,              # longest sequence, prompt and output; None: the model's limit
         max_num_seqs:int=None,               # most requests at once; None: 256, or the budget if that is less
@@ -494,11 +498,11 @@ class LLM:
         long_prefill_token_threshold:int=0,  # most tokens of one request in a step; 0: the budget
         block_size:int=16,                   # B, tokens per block
         num_gpu_blocks_override:int=None,    # blocks in the pool, on any device; None: what the memory holds
-        kv_cache_dtype:str="auto",           # of K and V; auto: the weights', bfloat16 at least; or see `KV_DTYPES`
+        kv_cache_dtype:str="auto",           # of K and V: a key of `KV_DTYPES`; auto: to suit the weights
         kv_cache_memory_bytes:int=None,      # for K and V; None: 1 GiB on a CPU, on a GPU from the next
         gpu_memory_utilization:float=0.9,    # share of the GPU's memory to take
         enable_prefix_caching:bool=True,     # reuse blocks of the same beginning
-        enforce_eager:bool=False,            # launch every operation by itself: no CUDA graphs, no compiled step
+        enforce_eager:bool=False,            # each operation by itself: no CUDA graphs, no compiled step
         async_scheduling:bool=None,          # plan a step before the last one's ids are known; None: on a GPU
         tensor_parallel_size:int=1,          # only 1
         seed:int=0,                          # for requests that bring none
@@ -507,10 +511,11 @@ class LLM:
         generation_config="auto",            # defaults of sampling_params; "vllm": vLLM's; or a folder
         max_logprobs:int=20,                 # most that a request may ask for; -1: any number
         device=None,                         # None: "cuda" if there is one, else "cpu"
-        attention_backend:str=None,          # in `pagedlm.paged.backends`; None: triton on a GPU, else the compiled step
+        attention_backend:str=None,          # in `paged.backends`; None: triton, or the compiled step
         scheduling_policy="fcfs",            # a name in `pagedlm.scheduler.policies`, or a `Policy`
     ):
-        if tensor_parallel_size != 1: raise ValueError(f"tensor_parallel_size={tensor_parallel_size!r} is not supported yet, only 1")
+        if tensor_parallel_size != 1:
+            raise ValueError(f"tensor_parallel_size={tensor_parallel_size!r} is not supported yet, only 1")
         policy, processors = find_policy(scheduling_policy), request_processors(logits_processors)
         self.default_params = default_params(model, generation_config)
         if isinstance(model, Transformer): device = model.device

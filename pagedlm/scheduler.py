@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['fcfs', 'priority', 'shortest_first', 'prefill_first', 'policies', 'Policy', 'Queue', 'Rows', 'Scheduler']
 
-# %% ../nbs/21_scheduler.ipynb #819159b6
+# %% ../nbs/21_scheduler.ipynb #d1f21c8e
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,7 @@ from .core import no_emit
 from .blocks import BlockManager
 from .request import Admit, Plan, Request, Status, Told, Work
 
-# %% ../nbs/21_scheduler.ipynb #1e61d666
+# %% ../nbs/21_scheduler.ipynb #9e04f19e
 class Policy(NamedTuple):
     "Who goes first: three sort keys, the smallest wins; and who lets newcomers go before, or goes for them"
     order:Callable   # waiting request -> key for admission, looked at when it joins the queue
@@ -25,10 +25,10 @@ class Policy(NamedTuple):
     yields:Callable = None            # running request -> does it come after newcomers?
     ousts:Callable = None             # (waiting, running) -> must the second go if the first finds no room?
 
-# %% ../nbs/21_scheduler.ipynb #df0692d7
+# %% ../nbs/21_scheduler.ipynb #f81d8ffe
 fcfs = Policy(order=lambda r: (r.arrival, r.number),
               victim=lambda r: (-r.arrival, -r.number),  # the youngest
-              mix=lambda r: len(r.tokens) > r.n_planned + 1) # decodes, then chunks, each in order of admission
+              mix=lambda r: len(r.tokens) > r.n_planned + 1) # decodes, then chunks, each as admitted
 
 # %% ../nbs/21_scheduler.ipynb #12324341
 priority = Policy(order=lambda r: (r.priority, r.arrival, r.number),
@@ -115,7 +115,7 @@ class Rows:
         gone, self._gone = self._gone, []
         return Plan(sorted(admitted, key=lambda a: a.row), list(works.values()), gone)
 
-# %% ../nbs/21_scheduler.ipynb #8e0c5c74
+# %% ../nbs/21_scheduler.ipynb #4d60156d
 _work = partial(tuple.__new__, Work) # `Work(*fields)` in half the time
 
 class Scheduler:
