@@ -7,7 +7,7 @@ __all__ = ['XI', 'XB', 'MIXED', 'SHAPE', 'ADDRESSES', 'CALLS', 'NUMBERS', 'STEP'
            'times', 'multiply', 'look_up', 'take_last', 'find_best', 'mark', 'head', 'run_step', 'run_head', 'parts_of',
            'matrices_of', 'unfit', 'Matrices', 'let_go', 'kv_dtype_for', 'CpuRunner', 'phases']
 
-# %% ../nbs/25_cpu_runner.ipynb #df2c1794
+# %% ../nbs/25_cpu_runner.ipynb #cf9e4345
 import math
 
 import numpy as np
@@ -16,11 +16,11 @@ import torch
 from . import layers
 from .choose import Chooser, tell
 from .core import cdiv
-from .cpu import (CHECKED, KINDS, X, X_BYTES, Team, aligned, call10, call_row, check_fault, claim, compiled,
-                         f32_at, finish, i64_at, largest, panels, products, put_f32, put_i64, reads, settle,
-                         sum_squares, ticks, turn, u8_at, watch, weight_at)
-from .cpu_attention import (ATTENTION, CpuCache, Record, attend, combine, place_bytes, room_bytes, rotate,
-                                   tiles_for)
+from .cpu import (CHECKED, KINDS, X, X_BYTES, Team, aligned, call10, call_row, check_fault, claim,
+                         compiled, f32_at, finish, i64_at, largest, panels, products, put_f32, put_i64, reads,
+                         settle, sum_squares, ticks, turn, u8_at, watch, weight_at)
+from .cpu_attention import (ATTENTION, CpuCache, Record, attend, combine, place_bytes, room_bytes,
+                                   rotate, tiles_for)
 from .layers import Embedding, Linear
 from .model import MLP, Attn, Block, Norm, Transformer
 from .quant import Plain, QEmbedding, QLinear

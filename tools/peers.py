@@ -54,7 +54,7 @@ class Engine(NamedTuple):
     note:str = ""
 
 
-OURS = {"pagedlm": ("its default", {}), "pagedlm-bf16": ("bf16", dict(dtype="bfloat16"))}  # options of `LLM`
+OURS = {"pagedlm": ("the GGUF's", {}), "pagedlm-bf16": ("bf16", dict(dtype="bfloat16"))}  # options of `LLM`
 BIN = "{home}/llama.cpp/build/bin"
 ENGINES = [Engine(name, name.replace("-", ", "), weights, "peer_pagedlm.py", (json.dumps(kw),))
            for name, (weights, kw) in OURS.items()] + [
@@ -270,13 +270,9 @@ class Worker:
             pass
 
     def close(self):
-        self.signal(signal.SIGCONT)
-        self.process.stdin.close()
-        try:
-            self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.signal(signal.SIGKILL)
-            self.process.wait()
+        "It has nothing to put in order"
+        self.signal(signal.SIGKILL)
+        self.process.wait()
         self.log.close()
 
 
@@ -498,7 +494,7 @@ def stamp(told):
     "One line: when, where, how"
     m = told["machine"]
     return (f"{told['date']}: {m['cpu']}, {m['cores']} cores with {', '.join(m['units']) or 'unknown vector units'}, "
-            f"{m['memory_gb']:.0f} GB, {m['system']}; {told['threads']} threads for each engine, in turns, "
+            f"{m['memory_gb']:.0f} GB, {m['system']}; threads for each engine: {told['threads']}; in turns, "
             f"median of {told['reps']} runs (least–most).")
 
 
