@@ -75,7 +75,7 @@ def text_account(
         f"decode    {told['decode_tokens']} tokens, {rate(told['decode_per_second'])}",
         f"blocks    {told['peak_blocks']}{of} at the fullest"])
 
-# %% ../nbs/45_cli.ipynb #a4108288
+# %% ../nbs/45_cli.ipynb #f542396b
 def run_generate(args):
     "The command `generate`"
     params = SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
@@ -97,10 +97,10 @@ def _answer(llm, prompts, params, args):
         if out.finished: print(json.dumps(dict(number=i, **asdict(out)), ensure_ascii=False), flush=True)
 
 def _load(args, **kw):
-    from pagedlm.llm import LLM # torch comes with it: not for --help
+    from pagedlm import LLM # torch comes with it: not for --help
     return LLM(args.model, dtype=args.dtype, device=args.device, quantization=args.quantization, **kw)
 
-# %% ../nbs/45_cli.ipynb #d14f8756
+# %% ../nbs/45_cli.ipynb #b084658f
 QUESTIONS = ["What is the capital of Japan?", "Name three fruits.", "What does a library do?"]
 
 def run_demo(args):
@@ -182,7 +182,7 @@ def text_latency(
         lines.append(what.ljust(16) + "".join(c.rjust(10) for c in cells))
     return "\n".join(lines)
 
-# %% ../nbs/45_cli.ipynb #36850c60
+# %% ../nbs/45_cli.ipynb #8fc8a709
 def run_throughput(args):
     "The command `bench throughput`"
     from pagedlm import bench
@@ -208,7 +208,7 @@ def run_latency(args):
 
 def _bench_start(args): # what can be wrong is found out now, and not after minutes
     from pagedlm import bench
-    from pagedlm.llm import LLM
+    from pagedlm import LLM
     if args.json and not Path(args.json).parent.is_dir():
         raise ValueError(f"--json {args.json}: there is no folder {Path(args.json).parent}")
     options = llm_options(args, signature(LLM).parameters)

@@ -339,7 +339,7 @@ def through(
 call7, call10, call14 = (through(*[i64]*n) for n in (7, 10, 14))
 call_row = through(i64, i64, f32, i64, i64, i64)
 
-# %% ../nbs/16_cpu.ipynb #9208fa87
+# %% ../nbs/16_cpu.ipynb #fdf6f2f7
 def exp(a, x): # lanes float32, in and out; NaN stays NaN
     "e to the power of x: 0 below -88, infinite above 88.3"
     b, f = a.b, lambda n: a.const(x.type, n)
@@ -397,11 +397,14 @@ def scale_to(a, to, x, w, n): # to = x*w; n float32, a multiple of 16
         a.store(a.b.fmul(a.load(VF, x, off), u), to, off)
 
 @kernel(i64, i64, ret=f32)
-def largest(a, x, n): # n float32, a multiple of 16; NaN if there is one
-    top = a.var(a.const(VF, -float("inf")))
+def largest(a, x, n): # n float32; NaN if there is one
+    top, rest = a.var(a.const(VF, -float("inf"))), a.b.and_(n, a.num(W - 1))
     with a.loop(a.b.udiv(n, a.num(W))) as each:
         a.set(top, a.op("maximum", a.get(top), a.load(VF, x, a.mul(each.index, 4*W))))
-    return a.fold("maximum", a.get(top))
+    one = a.var(a.fold("maximum", a.get(top)))
+    with a.loop(rest) as each:
+        a.set(one, a.op("maximum", a.get(one), a.load(F32, x, a.mul(a.b.sub(n, a.plus(each.index, 1)), 4))))
+    return a.get(one)
 
 # %% ../nbs/16_cpu.ipynb #8790bdfa
 BITS = FORM == "plain" and X86 # is float16 widened by hand? Few that lack AVX2 have an instruction for it

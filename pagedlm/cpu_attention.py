@@ -7,9 +7,9 @@ __all__ = ['PART', 'LINE', 'NEG', 'scores', 'values', 'softmaxes', 'call11', 'TO
            'by_rows', 'scores_of', 'softmax_of', 'values_of', 'scores_function', 'softmax_function', 'values_function',
            'room_bytes', 'place_bytes', 'tiles_for', 'Record', 'span', 'attend_part', 'merge', 'divide', 'attend_tile',
            'attend', 'combine', 'turn_head', 'put_kv', 'rotate_token', 'rotate', 'store_alone', 'attend_alone',
-           'check_spec', 'CpuBackend']
+           'unknown', 'check_spec', 'CpuBackend']
 
-# %% ../nbs/17_cpu_attention.ipynb #f3864791
+# %% ../nbs/17_cpu_attention.ipynb #14bb83c3
 import math
 
 import numpy as np
@@ -20,12 +20,13 @@ from .cpu import (CHECKED, F32, I32, I64, NV, PTR, VF, VI, W, X, X_BYTES, Team, 
                          blend, c_function, call14, call_row, check_fault, claim, compiled, dot_bf16, exp,
                          f32, f32_at, finish, i64, i64_at, kernel, put, put_f32, put_u16, reads, scale_to,
                          settle, through, to_bf16, turn, watch)
+from .kvcache import check_blocks
 from .paged import Backend
 
 # %% ../nbs/17_cpu_attention.ipynb #8aeef961
 from llvmlite import ir # after pagedlm.cpu, which says what to do if it is missing
 
-# %% ../nbs/17_cpu_attention.ipynb #f774818e
+# %% ../nbs/17_cpu_attention.ipynb #b8d9d9c6
 PART = 256 # keys under one softmax
 
 class CpuCache:
@@ -37,8 +38,7 @@ class CpuCache:
         dtype=torch.bfloat16, # of keys and values: bfloat16 or float32
         part:int=PART,        # keys under one softmax, rounded down to blocks
     ):
-        if n_blocks < 2: raise ValueError(f"n_blocks={n_blocks}, but it must be at least 2: block 0 is empty")
-        if block_size < 1: raise ValueError(f"block_size={block_size}, but it must be at least 1")
+        check_blocks(n_blocks, block_size)
         if config.head_dim % 16:
             raise ValueError(f"head_dim={config.head_dim}, but the CPU kernels take multiples of 16")
         if dtype not in (torch.bfloat16, torch.float32):
@@ -311,7 +311,7 @@ def tiles_for(
     return dict(tiles=tiles, merges=merges, n_tiles=len(tiles), n_merges=len(merges),
                 n_places=int(merges[:, 3].sum()))
 
-# %% ../nbs/17_cpu_attention.ipynb #54afecb2
+# %% ../nbs/17_cpu_attention.ipynb #90457a06
 ATTENTION = [(name, "i8") for name in (
     "qkv q k v o rope positions slots tables tiles merges scratch parts counters " # addresses of arrays
     "scores softmax values read_q " # of C functions; read_q is 0 where queries stay float32
@@ -335,6 +335,17 @@ class Record:
                 self.arrays[name] = x
                 x = x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr()
             self.all[name] = getattr(x, "address", x)
+
+    def run(self,
+        team,    # a `Team`
+        f,       # compiled, called as f(tid, record)
+        also=(), # arrays that are reached through others; the rest it knows
+    ):
+        "Run it on all threads, with every counter at zero"
+        self.arrays["counters"].fill(0)
+        if CHECKED: watch([np.asarray(x) for x in (*self.arrays.values(), *also)])
+        team.run(f, self.one)
+        if CHECKED: check_fault()
 
 # %% ../nbs/17_cpu_attention.ipynb #7ce532d4
 @compiled
@@ -471,28 +482,33 @@ def rotate(s, region, l):
         i = finish(at, i, size, T)
     return settle(at, T, region)
 
-# %% ../nbs/17_cpu_attention.ipynb #a77d1856
+# %% ../nbs/17_cpu_attention.ipynb #2efdfcf3
 @compiled
 def store_alone(tid, s): rotate(s, 0, s.layer)
 
 @compiled
 def attend_alone(tid, s): combine(s, attend(s, 0, s.layer, tid))
 
+def unknown(
+    spec, # an `AttnSpec`
+)->str:   # "" if there is nothing
+    "What it has that these kernels do not know"
+    has = {name: getattr(spec, name) for name in ("window", "softcap", "sinks", "q_norm", "k_norm")}
+    has["interleaved"] = spec.interleaved or None
+    has["rotated channels"] = None if spec.rope.shape[1] == spec.head_dim else spec.rope.shape[1]
+    odd = (name if isinstance(x, torch.Tensor) else f"{name}={x}" for name, x in has.items() if x is not None)
+    return next(odd, "")
+
 def check_spec(
     spec,      # an `AttnSpec`
     layer:int, # whose
 ):
     "ValueError if it has what these kernels do not know"
-    has = {name: getattr(spec, name) for name in ("window", "softcap", "sinks", "q_norm", "k_norm")}
-    has["interleaved"] = spec.interleaved or None
-    has["rotated channels"] = None if spec.rope.shape[1] == spec.head_dim else spec.rope.shape[1]
-    for name, x in has.items():
-        if x is None: continue
-        what = name if isinstance(x, torch.Tensor) else f"{name}={x}"
+    if what := unknown(spec):
         raise ValueError(f"layer {layer} has {what}, which the cpu back-end does not know; the reference "
                          "back-end does")
 
-# %% ../nbs/17_cpu_attention.ipynb #6e271f2d
+# %% ../nbs/17_cpu_attention.ipynb #8e0bfd03
 class CpuBackend(Backend):
     "Paged attention by the kernels of this module, over float32 and bfloat16 models"
     def __init__(self,
@@ -540,10 +556,7 @@ class CpuBackend(Backend):
             self.n_places = n_places
             s.put(parts=aligned((n_places, place_bytes(cache.config)), np.uint8))
         s.put(layer=layer, **fields)
-        s.arrays["counters"].fill(0)
-        if CHECKED: watch([np.asarray(x) for x in s.arrays.values()])
-        self.team.run(f, s.one)
-        if CHECKED: check_fault()
+        s.run(self.team, f)
 
     def _prepare(self, cache, heads): # what most calls find as they left it
         room = room_bytes(cache.config, cache.block_size, cache.part)

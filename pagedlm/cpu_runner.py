@@ -7,24 +7,23 @@ __all__ = ['XI', 'XB', 'MIXED', 'SHAPE', 'ADDRESSES', 'CALLS', 'NUMBERS', 'STEP'
            'times', 'multiply', 'look_up', 'take_last', 'find_best', 'mark', 'head', 'run_step', 'run_head', 'parts_of',
            'matrices_of', 'unfit', 'Matrices', 'let_go', 'kv_dtype_for', 'CpuRunner', 'phases']
 
-# %% ../nbs/25_cpu_runner.ipynb #cf9e4345
+# %% ../nbs/25_cpu_runner.ipynb #07096cb8
 import math
 
 import numpy as np
 import torch
 
 from . import layers
-from .choose import Chooser, tell
 from .core import cdiv
-from .cpu import (CHECKED, KINDS, X, X_BYTES, Team, aligned, call10, call_row, check_fault, claim,
-                         compiled, f32_at, finish, i64_at, largest, panels, products, put_f32, put_i64, reads,
-                         settle, sum_squares, ticks, turn, u8_at, watch, weight_at)
+from .cpu import (KINDS, X, X_BYTES, Team, aligned, call10, call_row, claim, compiled, f32_at, finish,
+                         i64_at, largest, panels, products, put_f32, put_i64, reads, scale_to, settle,
+                         sum_squares, ticks, turn, u8_at, weight_at)
 from .cpu_attention import (ATTENTION, CpuCache, Record, attend, combine, place_bytes, room_bytes,
-                                   rotate, tiles_for)
+                                   rotate, tiles_for, unknown)
 from .layers import Embedding, Linear
 from .model import MLP, Attn, Block, Norm, Transformer
 from .quant import Plain, QEmbedding, QLinear
-from .runner import Direct, Rows, Runner, flatten
+from .runner import Batch, Runner, flatten
 
 # %% ../nbs/25_cpu_runner.ipynb #69f983c4
 XI, XB, MIXED = X_BYTES["ints"], X_BYTES[X["bf16"]], X["bf16"] == "bf16"
@@ -83,7 +82,7 @@ def multiply(s, region, matrix, n, K, T, o, ost, how):
         i = finish(at, i, size, n)
     return settle(at, n, region)
 
-# %% ../nbs/25_cpu_runner.ipynb #dcddacc1
+# %% ../nbs/25_cpu_runner.ipynb #566e5792
 @compiled
 def look_up(s, region):
     "The embedding of each token, out of the panels"
@@ -106,8 +105,7 @@ def take_last(s, region):
     i = claim(at, size)
     while i < S:
         for r in range(i, min(S, i + size)):
-            x = s.x + i64_at(s.last + r*8)*C*4
-            for c in range(C): put_f32(s.h + (r*C + c)*4, f32_at(x + c*4))
+            scale_to(s.h + r*C*4, s.x + i64_at(s.last + r*8)*C*4, np.float32(1), C)
         i = finish(at, i, size, S)
     return settle(at, S, region)
 
@@ -118,8 +116,7 @@ def find_best(s, region):
     i = claim(at, 1)
     while i < S:
         row = s.logits + i*((V + 15)//16*64)
-        top, best = largest(row, V//16*16), -1
-        for j in range(V//16*16, V): top = f32_at(row + j*4) if not f32_at(row + j*4) <= top else top
+        top, best = largest(row, V), -1
         if abs(top) < np.float32(3e38):
             for j in range(V):
                 if f32_at(row + j*4) == top:
@@ -168,7 +165,7 @@ def run_head(tid, s):
     "Only the end of a step, for rows that stand in h"
     head(s, tid, 0)
 
-# %% ../nbs/25_cpu_runner.ipynb #80671d0e
+# %% ../nbs/25_cpu_runner.ipynb #1da9f25a
 SHAPE = Transformer, Block, Norm, Attn, MLP, Linear, Embedding, QLinear, QEmbedding
 
 def parts_of(module)->list: # of a matrix: `Packed` and `Plain` ones
@@ -195,10 +192,9 @@ def _unfit_module(m):
 
 def _unfit_attention(model):
     first = model.specs[0]
-    for name in "window softcap sinks q_norm k_norm".split():
-        if any(getattr(spec, name) is not None for spec in model.specs): return f"attention has {name}"
-    same = all(spec is first for spec in model.specs) and not first.interleaved
-    return "" if same and first.rope.shape[1] == first.head_dim else "rotary positions of another kind"
+    odd = next((what for spec in model.specs if (what := unknown(spec))), "")
+    if odd: return f"attention has {odd}"
+    return "" if all(spec is first for spec in model.specs) else "its layers have attention of several kinds"
 
 def _unfit_sizes(model):
     c, parts = model.config, [p for m in matrices_of(model) for p in parts_of(m)]
@@ -275,7 +271,7 @@ CALLS = [*KINDS, *(f"read_{rep}" for rep in reads)]
 NUMBERS = "S L C F V n_regions".split()
 STEP = ATTENTION + [(name, "i8") for name in [*ADDRESSES, *CALLS, *NUMBERS]] + [("eps", "f4")]
 
-# %% ../nbs/25_cpu_runner.ipynb #43f3e211
+# %% ../nbs/25_cpu_runner.ipynb #b695e644
 class CpuRunner(Runner):
     "A `Runner` for CPUs: the whole step in one call per thread"
     def __init__(self,
@@ -290,14 +286,16 @@ class CpuRunner(Runner):
         **kw,               # sample, processors, grammar: as for `Chooser`
     ):
         if why := unfit(model): raise ValueError(f"the compiled step does not fit this model: {why}")
-        c, self.model, self.block_size, self.wire = model.config, model, block_size, Direct()
-        self.cache = CpuCache(c, n_blocks, block_size, kv_dtype or kv_dtype_for(model))
-        self.rows = Rows(max_num_seqs, min(n_blocks, cdiv(max_model_len, block_size)))
-        self.chooser = Chooser(max_num_seqs, c.vocab_size, max_model_len, **kw)
-        self.last, self.sizes = self.chooser.heard.last, (0, 0)
+        self.kv_dtype = kv_dtype or kv_dtype_for(model)
+        super().__init__(model, self, n_blocks, block_size, max_num_seqs, max_model_len, **kw)
         self.team, self.s = Team(n_threads or torch.get_num_threads()), Record(STEP)
+        self.sizes, self.n_places = (0, 0), -1 # what there is room for
         self.weights = getattr(model, "panels", None) or Matrices(model, keep)
         self.s.put(**self._fixed(model))
+
+    def new_cache(self, config, n_blocks, block_size, dtype, device=None):
+        "Its own back-end as far as memory goes; attention is a part of the step"
+        return CpuCache(config, n_blocks, block_size, self.kv_dtype)
 
     def _fixed(self, model): # what no step changes
         c, held, threads = model.config, self.weights, self.team.n_threads
@@ -314,8 +312,11 @@ class CpuRunner(Runner):
             L=c.n_layers, C=c.width, H=c.n_heads, Hk=c.n_kv_heads, D=c.head_dim, F=c.mlp_width,
             V=c.vocab_size, eps=c.norm_eps, scale=model.specs[0].scale, n_regions=n_regions, room=room)
 
-    def _grow(self, T, S):
-        "Room for T tokens, S of them with logits"
+    def _grow(self, T, S, n_places=0):
+        "Room for T tokens, S of them with logits, and for the parts of split tiles"
+        if n_places > self.n_places:
+            self.s.put(parts=aligned(n_places*place_bytes(self.model.config) + 64, np.uint8))
+            self.n_places = n_places
         if T <= self.sizes[0] and S <= self.sizes[1]: return
         T, S = (2**math.ceil(math.log2(max(16, now, n))) for now, n in zip(self.sizes, (T, S)))
         c, self.sizes = self.model.config, (T, S)
@@ -332,10 +333,7 @@ class CpuRunner(Runner):
     def go(self, f, **fields):
         "Run a compiled function on all threads, with these fields changed"
         self.s.put(**fields)
-        self.s.arrays["counters"][:] = 0
-        if CHECKED: watch([*self.s.arrays.values(), *(x for _, x in self.weights.arrays)])
-        self.team.run(f, self.s.one)
-        if CHECKED: check_fault()
+        self.s.run(self.team, f, [x for _, x in self.weights.arrays])
 
     def run(self, works):
         B, rows = self.block_size, self.rows
@@ -343,27 +341,24 @@ class CpuRunner(Runner):
         rows.last[how["rows"]] = -1 # as for any runner: `Chooser` knows the newest ids
         ids = np.where(x["ids"] < 0, self.last.numpy()[x["row"]], x["ids"])
         T, S = len(ids), len(how["rows"])
-        self._grow(T, S)
         heads, threads = self.model.config.n_kv_heads, self.team.n_threads
         cut = tiles_for(np.diff(x["q_starts"]), x["seq_lens"], B, heads, threads)
-        parts = aligned(cut["n_places"]*place_bytes(self.model.config) + 64, np.uint8)
-        self.go(run_step, **cut, parts=parts, T=T, S=S, ids=_long(ids), positions=_long(x["positions"]),
+        self._grow(T, S, cut["n_places"])
+        self.go(run_step, **cut, T=T, S=S, ids=_long(ids), positions=_long(x["positions"]),
                 slots=_long(x["slots"]), last=_long(how["last"]), tables=x["tables"],
                 width=x["tables"].shape[1])
-        return self.answer(works, how, T, S)
+        names = "temperature", "top_k", "top_p", "min_p", "seed", "position"
+        rows, last, *how = (torch.from_numpy(how[name]) for name in ("rows", "last", *names))
+        hidden = torch.from_numpy(self.s.arrays["x"][:T])
+        return self.choose(hidden, Batch(None, None, None, rows.long(), last, tuple(how)), works)
 
-    def answer(self, works, how, T, S):
-        "As `Runner.choose`, for plain greedy rows without looking at their logits again"
-        rows, chooser, arrays = torch.from_numpy(how["rows"]).long(), self.chooser, self.s.arrays
-        ids, scored, wanted = rows, None, [w for w in works if w.sample]
-        if S and chooser.plain(wanted, how["temperature"]):
-            ids, scored = chooser.take(torch.from_numpy(arrays["best"][:S].copy()), rows)
-        elif S:
-            logits = torch.from_numpy(arrays["logits"][:S, :self.model.config.vocab_size])
-            names = "temperature", "top_k", "top_p", "min_p", "seed", "position"
-            ids, scored = chooser(logits, wanted, rows, tuple(torch.from_numpy(how[n]) for n in names))
-        prompts = self.judge(torch.from_numpy(arrays["x"][:T].copy()), works) if chooser.wishes else ()
-        return tell(self.wire.receive, ids, scored, prompts) if S or prompts else []
+    def sample(self, hidden, batch, works):
+        "The step has seen to the logits, and to the ids of those who want the largest"
+        arrays, S = self.s.arrays, len(works)
+        if self.chooser.plain(works, batch.how[0].numpy()):
+            return self.chooser.take(torch.from_numpy(arrays["best"][:S].copy()), batch.rows)
+        logits = torch.from_numpy(arrays["logits"][:S, :self.model.config.vocab_size])
+        return self.chooser(logits, works, batch.rows, batch.how)
 
     def logits(self, hidden):
         "Scores for rows of the residual stream, (n, C) -> (n, V)"

@@ -18,7 +18,7 @@ from .request import Admit, Plan, Work
 from .sampling import sample, score
 from .choose import Chooser, table, tell
 
-# %% ../nbs/23_runner.ipynb #a93d3d0f
+# %% ../nbs/23_runner.ipynb #2c3d5898
 class Rows:
     "What a runner remembers of each row between plans: a cache that `Plan.admitted` can fill again"
     def __init__(self,
@@ -57,7 +57,7 @@ class Rows:
         "Lose everything; the scheduler can tell it all again"
         self.n_blocks[:] = 0
 
-# %% ../nbs/23_runner.ipynb #6bcea1f1
+# %% ../nbs/23_runner.ipynb #6a97e931
 def flatten(
     works:list,      # of `Work`
     rows:Rows,
@@ -108,7 +108,7 @@ def unpack(
         at += cdiv(x.nbytes, 16)*16
     return views
 
-# %% ../nbs/23_runner.ipynb #66b58cb9
+# %% ../nbs/23_runner.ipynb #c089af51
 class Direct:
     "The way to a device that shares our memory: nothing travels, nobody waits"
     def room(self, n):
@@ -129,7 +129,7 @@ class Direct:
         "What `then` makes of the ids, as a list"
         return then(ids.tolist())
 
-# %% ../nbs/23_runner.ipynb #90059a5c
+# %% ../nbs/23_runner.ipynb #ed5bc985
 class Pinned:
     "The way to a GPU and back, by copies that the host does not wait for"
     def __init__(self,
@@ -194,7 +194,7 @@ def _placed(cuts, x): # the same cuts, with the arrays' places on the device
     def put(key, i, cut): return cut._replace(tiles=x[key, i, "tiles"], merges=x[key, i, "merges"])
     return {key: [put(key, i, cut) for i, cut in enumerate(some)] for key, some in cuts.items()} or None
 
-# %% ../nbs/23_runner.ipynb #f0a0e2db
+# %% ../nbs/23_runner.ipynb #620a2c21
 class Runner:
     "Plan -> tensors -> ids: any model, any device, any back-end"
     def __init__(self,
@@ -254,15 +254,15 @@ class Runner:
 
     def choose(self, hidden, batch, works):
         "Only rows that want an id go through the output head, and prompts that somebody asks about"
-        prompts = self.judge(hidden, works) if self.chooser.wishes else ()
         ids, scored = batch.rows.long(), None # nobody's
         if len(ids):
             wanted = works if len(ids) == len(works) else [w for w in works if w.sample]
-            ids, scored = self.sample(self.logits(hidden[batch.last]), batch, wanted)
+            ids, scored = self.sample(hidden, batch, wanted)
+        prompts = self.judge(hidden, works) if self.chooser.wishes else ()
         return tell(self.wire.receive, ids, scored, prompts) if len(ids) or prompts else []
 
-    def sample(self, logits, batch, works): # (S, V)
-        return self.chooser(logits, works, batch.rows, batch.how)
+    def sample(self, hidden, batch, works): # the works that want an id
+        return self.chooser(self.logits(hidden[batch.last]), works, batch.rows, batch.how)
 
     def judge(self, hidden, works)->list:
         "[(`Wish`, table)…]: how likely the prompt tokens are that these works predict, where asked"
