@@ -1,6 +1,14 @@
-"""A model that is only arithmetic, and engines to try things on. Imports no torch"""
+"""A model that is only arithmetic, engines to try things on, planted bugs. Imports no torch"""
+import faulthandler
+import signal
+import subprocess
+import sys
+import warnings
 from collections import Counter
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import count
+from multiprocessing import get_context
+from pathlib import Path
 
 from pagedlm.blocks import BlockManager, BlockPool
 from pagedlm.core import EVENTS, ManualClock, SamplingParams, cdiv
@@ -299,3 +307,36 @@ def sweep(rnd, n, policy=False, **mishaps):
         else:
             raise AssertionError("a prompt that leaves no room for an answer was not refused")
     return total
+
+
+# ---- other processes
+
+def said_by(code):
+    "What a fresh Python prints that runs this"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def mutant(module, old, new, path):
+    "The module with one change in its source, which is kept at `path`"
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    assert source.count(old) == 1, f"{source.count(old)} times in the source: {old}"
+    path.write_text(source.replace(old, new), encoding="utf-8")
+    spec = spec_from_file_location(f"{module.__package__}.{path.stem}", path)
+    spec.loader.exec_module(changed := module_from_spec(spec))
+    return changed
+
+
+def _try_mutant(notices, *change):
+    import numpy as np
+    faulthandler.disable()
+    with warnings.catch_warnings(action="ignore"), np.errstate(all="ignore"):
+        found = notices(mutant(*change))
+    sys.exit(0 if found else "nobody noticed")
+
+
+def check_noticed(notices, module, old, new, path, seconds=60):
+    "Does `notices(mutant)` see it? In a process of its own, since some write where they must not; a crash is noticed, too"
+    process = get_context("fork").Process(target=_try_mutant, args=(notices, module, old, new, path))
+    process.start()
+    process.join(seconds)
+    assert process.exitcode in (0, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)

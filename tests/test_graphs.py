@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from common import play, random_arrivals, random_policy, random_world
-from test_oracle import EOS, Real, model_of, naive, random_params
+from test_oracle import EOS, Real, model_of, random_params
 
 from pagedlm import graphs
 from pagedlm.core import SamplingParams, cdiv

@@ -1,21 +1,16 @@
 "The Triton kernels in the interpreter (conftest.py asks for it): every shape where kernels go wrong, and bugs planted into them"
-import faulthandler
 import os
 import random
-import signal
 import subprocess
 import sys
-import warnings
 from collections import Counter
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import accumulate, product
-from multiprocessing import get_context
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from common import check_noticed
 
 pytest.importorskip("triton")
 
@@ -500,15 +495,6 @@ MUTANTS = {  # what is wrong: (a piece of the source, what to put there)
     "no part is the first": ("slot, part == 0", "slot, part < 0")}
 
 
-def mutant(old, new, path):
-    source = Path(kernels.__file__).read_text(encoding="utf-8")
-    assert source.count(old) == 1, f"{source.count(old)} times in the source: {old}"
-    path.write_text(source.replace(old, new), encoding="utf-8")
-    spec = spec_from_file_location(f"pagedlm.{path.stem}", path)
-    spec.loader.exec_module(module := module_from_spec(spec))
-    return module
-
-
 def caught_by(module):
     for name, check in CHECKS.items():
         try:
@@ -522,17 +508,6 @@ def test_the_checks_pass():
     assert caught_by(kernels) is None
 
 
-def try_mutant(what, path):
-    faulthandler.disable()
-    with warnings.catch_warnings(action="ignore"), np.errstate(all="ignore"):
-        by = caught_by(mutant(*MUTANTS[what], path))
-    sys.exit(0 if by else "nobody noticed")
-
-
 @pytest.mark.parametrize("what", MUTANTS)
 def test_mutants_are_caught(what, tmp_path):
-    "In a process of their own, since some write where they must not; a crash is noticed, too"
-    process = get_context("fork").Process(target=try_mutant, args=(what, tmp_path/"mutant.py"))
-    process.start()
-    process.join(30)
-    assert process.exitcode in (0, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
+    check_noticed(caught_by, kernels, *MUTANTS[what], tmp_path/"mutant.py", seconds=30)

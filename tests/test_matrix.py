@@ -6,13 +6,12 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from test_graphs import Late, Replayed, pinned
-from test_oracle import EOS, Real, model_of, naive
+from test_graphs import Late, Replayed
+from test_oracle import Real, model_of, naive
 
 from pagedlm.attention import Dense
 from pagedlm.core import SamplingParams, StructuredOutputsParams
 from pagedlm.choose import request_processors
-from pagedlm.paged import load_backend
 from pagedlm.runner import Runner
 from pagedlm.sampling import bits_of
 from pagedlm.scheduler import policies

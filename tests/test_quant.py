@@ -1,7 +1,5 @@
 "Packed weights: codecs are gguf's, products are the one in integers, and a packed model answers like its weights"
 import gc
-import subprocess
-import sys
 import weakref
 from itertools import product
 
@@ -9,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from common import said_by
 
 from pagedlm import quant
 from pagedlm.attention import Dense
@@ -95,8 +94,7 @@ def test_blocks_in_a_map_stay_as_they_are():
 def test_a_packed_start_unpacks_nothing():
     code = ("import sys; from pagedlm.quant import load_packed; from pagedlm.weights import default_model; "
             "load_packed(default_model()); print({'gguf', 'transformers', 'safetensors', 'jinja2'} & {*sys.modules})")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert said_by(code) == "set()\n"
 
 
 @pytest.mark.parametrize("kind", formats)
