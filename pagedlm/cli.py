@@ -182,7 +182,7 @@ def text_latency(
         lines.append(what.ljust(16) + "".join(c.rjust(10) for c in cells))
     return "\n".join(lines)
 
-# %% ../nbs/45_cli.ipynb #8fc8a709
+# %% ../nbs/45_cli.ipynb #0704395d
 def run_throughput(args):
     "The command `bench throughput`"
     from pagedlm import bench
@@ -207,8 +207,7 @@ def run_latency(args):
     _bench_run(args, works, found, measure, text_latency)
 
 def _bench_start(args): # what can be wrong is found out now, and not after minutes
-    from pagedlm import bench
-    from pagedlm import LLM
+    from pagedlm import LLM, bench
     if args.json and not Path(args.json).parent.is_dir():
         raise ValueError(f"--json {args.json}: there is no folder {Path(args.json).parent}")
     options = llm_options(args, signature(LLM).parameters)
@@ -280,7 +279,7 @@ def _add_generate(parser):
     add("--json", action="store_true", help="one line of JSON for each answer, and one for the account")
     parser.set_defaults(run=run_generate)
 
-# %% ../nbs/45_cli.ipynb #1e623b8d
+# %% ../nbs/45_cli.ipynb #404bbf14
 def _add_bench(parser, raw):
     which = parser.add_subparsers(required=True, metavar="what", dest="what")
     for what, run, n, told in (("throughput", run_throughput, 3, "tokens per second, all requests at once"),
@@ -314,7 +313,8 @@ def _add_engine(parser):
     add("--max-model-len", type=int, metavar="N", help="longest sequence, tokens")
     add("--kv-cache-dtype", metavar="D", help="of keys and values: auto, fp8 … (auto)")
     add("--attention-backend", metavar="B", help="torch, triton … (what the device is best at)")
-    add("--enforce-eager", action="store_true", default=None, help="do not replay graphs")
+    add("--enforce-eager", action="store_true", default=None,
+        help="each operation by itself: no graphs, no compiled step")
     add("--option", action="append", default=[], metavar="NAME=VALUE",
         help="any other keyword of LLM, such as block_size=32; may be repeated")
 

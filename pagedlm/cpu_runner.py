@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['XI', 'XB', 'MIXED', 'SHAPE', 'ADDRESSES', 'CALLS', 'NUMBERS', 'STEP', 'PHASES', 'read', 'read_normed', 'read_parts',
            'times', 'multiply', 'look_up', 'take_last', 'find_best', 'mark', 'head', 'run_step', 'run_head', 'parts_of',
-           'matrices_of', 'unfit', 'Matrices', 'let_go', 'kv_dtype_for', 'CpuRunner', 'phases']
+           'matrices_of', 'unfit', 'Matrices', 'let_go', 'kv_dtype_for', 'CpuRunner', 'shares_of_step']
 
-# %% ../nbs/25_cpu_runner.ipynb #07096cb8
+# %% ../nbs/25_cpu_runner.ipynb #c9d1619f
 import math
 
 import numpy as np
@@ -15,9 +15,9 @@ import torch
 
 from . import layers
 from .core import cdiv
-from .cpu import (KINDS, X, X_BYTES, Team, aligned, call10, call_row, claim, compiled, f32_at, finish,
-                         i64_at, largest, panels, products, put_f32, put_i64, reads, scale_to, settle,
-                         sum_squares, ticks, turn, u8_at, weight_at)
+from .cpu import (ADD, GATE, KINDS, PUT, X, X_BYTES, Team, aligned, call10, call_row, claim, compiled,
+                         f32_at, finish, i64_at, largest, panels, products, put_f32, put_i64, reads,
+                         scale_to, settle, sum_squares, ticks, turn, u8_at, weight_at)
 from .cpu_attention import (ATTENTION, CpuCache, Record, attend, combine, place_bytes, room_bytes,
                                    rotate, tiles_for, unknown)
 from .layers import Embedding, Linear
@@ -59,7 +59,7 @@ def read_parts(s, region, x, parts, n, stride):
         i = finish(at, i, size, T)
     return settle(at, T, region)
 
-# %% ../nbs/25_cpu_runner.ipynb #d9d0c664
+# %% ../nbs/25_cpu_runner.ipynb #29b84d2e
 @compiled
 def times(s, p, K, T, o, ost, how):
     "All rows times panel p"
@@ -72,13 +72,13 @@ def times(s, p, K, T, o, ost, how):
 
 @compiled
 def multiply(s, region, matrix, n, K, T, o, ost, how):
-    "T rows of K numbers times n panels; how: 0 puts, 1 adds, 2 takes n panels of gates and n of values"
+    "T rows of K numbers times n panels; GATE: n of gates, and n of values behind them"
     at, first, size = s.counters + region*128, i64_at(s.first + matrix*8), n//12 + 1 if T < 64 else 4
     i = claim(at, size)
     while i < n:
         for p in range(i, min(n, i + size)):
-            times(s, first + p, K, T, o + p*64, ost, how & 1)
-            if how == 2: times(s, first + n + p, K, T, o + p*64, ost, 2)
+            times(s, first + p, K, T, o + p*64, ost, PUT if how == GATE else how)
+            if how == GATE: times(s, first + n + p, K, T, o + p*64, ost, GATE)
         i = finish(at, i, size, n)
     return settle(at, n, region)
 
@@ -126,7 +126,7 @@ def find_best(s, region):
         i = finish(at, i, 1, S)
     return settle(at, S, region)
 
-# %% ../nbs/25_cpu_runner.ipynb #7f3d9fb8
+# %% ../nbs/25_cpu_runner.ipynb #e81db61f
 @compiled
 def mark(s, tid, region):
     "When this thread left that region, in ticks of the processor's clock"
@@ -137,7 +137,7 @@ def mark(s, tid, region):
 def head(s, tid, r):
     "Logits of the S rows in h, and the likeliest id of each"
     r = mark(s, tid, read_normed(s, r, s.h, s.norms + 2*s.L*s.C*4, s.S))
-    r = mark(s, tid, multiply(s, r, 4*s.L, (s.V + 15)//16, s.C, s.S, s.logits, (s.V + 15)//16*64, 0))
+    r = mark(s, tid, multiply(s, r, 4*s.L, (s.V + 15)//16, s.C, s.S, s.logits, (s.V + 15)//16*64, PUT))
     return mark(s, tid, find_best(s, r))
 
 @compiled
@@ -148,16 +148,16 @@ def run_step(tid, s):
     r = mark(s, tid, look_up(s, 0))
     for l in range(s.L):
         r = mark(s, tid, read_normed(s, r, s.x, s.norms + 2*l*C*4, T))
-        r = mark(s, tid, multiply(s, r, 4*l, Q//16, C, T, s.qkv, Q*4, 0))
+        r = mark(s, tid, multiply(s, r, 4*l, Q//16, C, T, s.qkv, Q*4, PUT))
         r = mark(s, tid, rotate(s, r, l))
         r = mark(s, tid, attend(s, r, l, tid))
         r = mark(s, tid, combine(s, r))
         r = mark(s, tid, read_parts(s, r, s.o, s.Hk, G*D, T*G*D*4))
-        r = mark(s, tid, multiply(s, r, 4*l + 1, C//16, s.H*D, T, s.x, C*4, 1))
+        r = mark(s, tid, multiply(s, r, 4*l + 1, C//16, s.H*D, T, s.x, C*4, ADD))
         r = mark(s, tid, read_normed(s, r, s.x, s.norms + (2*l + 1)*C*4, T))
-        r = mark(s, tid, multiply(s, r, 4*l + 2, F//16, C, T, s.h, F*4, 2))
+        r = mark(s, tid, multiply(s, r, 4*l + 2, F//16, C, T, s.h, F*4, GATE))
         r = mark(s, tid, read_parts(s, r, s.h, 1, F, 0))
-        r = mark(s, tid, multiply(s, r, 4*l + 3, C//16, F, T, s.x, C*4, 1))
+        r = mark(s, tid, multiply(s, r, 4*l + 3, C//16, F, T, s.x, C*4, ADD))
     if s.S: head(s, tid, mark(s, tid, take_last(s, r)))
 
 @compiled
@@ -370,10 +370,10 @@ class CpuRunner(Runner):
 
 def _long(x): return np.ascontiguousarray(x, np.int64)
 
-# %% ../nbs/25_cpu_runner.ipynb #014bf078
+# %% ../nbs/25_cpu_runner.ipynb #70c4669f
 PHASES = tuple("round,q k v,turn,attend,attend,round,out,round,gate up,round,down".split(",")) # of a layer
 
-def phases(
+def shares_of_step(
     runner, # a `CpuRunner` that has run a step
 )->dict:    # name -> share of the step's time, of thread 0
     "What the last step was busy with: products by name, attention, the rest"
