@@ -9,6 +9,7 @@ PORT   ?= 8000
 NB     ?=
 GPU    ?=
 PEERS  ?=
+LONG   ?= tests/long
 
 BIN  := $(VENV)/bin
 PY   := $(BIN)/python
@@ -18,7 +19,7 @@ RUN  := $(VENV)/.installed-run
 DEV  := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check aot gpu peers docs preview lab export exec clean-nbs readme sidebar prepare wheel clean
+.PHONY: help demo test long check aot gpu peers docs preview lab export exec clean-nbs readme sidebar prepare wheel clean
 
 help:
 	@echo 'make demo       answer three prompts with the default model: the engine at work'
@@ -35,6 +36,7 @@ help:
 	@echo 'make prepare    export, exec, readme, sidebar, check: before a commit'
 	@echo 'make check      are modules, notebooks, README.md and sidebar in step?'
 	@echo 'make aot        compile every kernel in every configuration for five kinds of GPU: 15 minutes, without any'
+	@echo 'make long       the tests that take minutes: load, soak, full sweeps (LONG=tests/long/test_X.py for one file)'
 	@echo 'make gpu        check and measure everything on the GPU of this machine: 5 minutes (GPU=--dry: on any CPU)'
 	@echo 'make peers      compare with other engines on this CPU, in turns: half an hour (PEERS=list: who is installed)'
 	@echo 'make wheel      build the wheel into dist/ and try it away from the repository'
@@ -70,6 +72,9 @@ test: $(DEV)
 
 check: $(DEV)
 	@$(PY) tools/check.py
+
+long: $(DEV)
+	@$(PY) -m pytest -q -s $(LONG)
 
 aot: $(DEV)
 	@$(PY) tools/aot_check.py --all

@@ -2,7 +2,7 @@
 from configparser import ConfigParser
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 
 HERE = Path(__file__).parent
 LICENSES = {"apache2": "Apache-2.0", "mit": "MIT", "bsd3": "BSD-3-Clause"}
@@ -14,6 +14,8 @@ ini.read(HERE/"settings.ini", encoding="utf-8")
 c = ini["DEFAULT"]
 # `dev_requirements = …` is the extra `dev`, and so on
 extras = {k.removesuffix("_requirements"): v.split() for k, v in c.items() if k.endswith("_requirements")}
+extras["dev"] += extras["grammar"] + extras["serve"] # the checks leave nothing out
+data = sorted({d.parent.name for d in (HERE/c["lib_path"]).glob("*/*") if d.suffix != ".pyc"})
 
 setup(
     name=c["lib_name"],
@@ -31,7 +33,7 @@ setup(
                  "Programming Language :: Python :: 3",
                  "Topic :: Scientific/Engineering :: Artificial Intelligence"],
     python_requires=f">={c['min_python']}",
-    packages=[*find_packages(include=[c["lib_path"], c["lib_path"] + ".*"]), c["lib_path"] + ".workloads"],
+    packages=[c["lib_path"], *(f"{c['lib_path']}.{d}" for d in data)], # folders of data count as packages
     install_requires=c["requirements"].split(),
     extras_require=extras,
     entry_points={"console_scripts": c["console_scripts"].split("\n"),

@@ -1,6 +1,6 @@
 """Everything that CI checks, one step after the other; a failing step does not keep the next from running.
 
-python tools/test.py            # all: sync, site, notebooks, kernels, tests
+python tools/test.py            # all of `STEPS`
 python tools/test.py sync site  # some
 """
 import os
@@ -14,6 +14,7 @@ CORES = os.cpu_count() or 1
 STEPS = dict( # name: (what it shows, command)
     sync=("modules, README.md and sidebar in step with the notebooks", ["tools/check.py"]),
     site=("site built, every link leads somewhere", ["tools/docs.py", "site"]),
+    browser=("cells that run in the reader's browser show what is stored", ["tools/browser.py", "check"]),
     notebooks=("every notebook runs from top to bottom", ["tools/nbexec.py", "--check", "--n", "2"]),
     kernels=("Triton kernels compiled for GPUs that are not here", ["tools/aot_check.py"]),
     pytest=("tests/", ["-m", "pytest", "-q", "-n", str(min(4, CORES)), "--durations", "5"]))
