@@ -101,24 +101,24 @@ def slice_of(
     i:int,      # the cell that is to run
 )->list:        # indices of the cells before it that it builds on
     "What must run before a cell: what binds the names it needs, and what changes their objects on the way"
-    first = scan(cells[i])[0]
-    chosen, needs = pass_over(cells[:i], first)
-    while True: # a function may use a name that is bound after it: look again for what is still needed
-        more, needs = pass_over(cells[:i], needs | first, strict=False)
+    chosen, needs = pass_over(cells[:i], scan(cells[i])[0])
+    while True: # a function may use a name that is bound after it: look again for what nobody bound
+        needs -= set().union(*(scan(cells[j])[1] for j in chosen))
+        more, needs = pass_over(cells[:i], needs, first=False)
         if more <= chosen:
             return sorted(chosen)
         chosen |= more
 
 
-def pass_over(cells, needs, strict=True):
+def pass_over(cells, needs, first=True):
     "One way back over the cells: which of them are needed, and what is needed then"
     chosen = set()
     for j in reversed(range(len(cells))):
         wants, binds, changes = scan(cells[j])
-        if not needs & (binds | changes):
+        if not needs & (binds | changes if first else binds):
             continue
         if absent(cells[j]):
-            if strict and needs & binds:
+            if first and needs & binds:
                 raise ValueError(f"it needs {', '.join(sorted(needs & binds))}, from a cell that imports "
                                  f"{', '.join(sorted(absent(cells[j])))}")
             continue  # it may change an object, but most likely draws it
