@@ -1,10 +1,12 @@
 __version__ = "0.1.0"
 
-_LAZY = {"LLM": "llm", "SamplingParams": "core"}
-__all__ = ["LLM", "SamplingParams", "__version__"]
+_LAZY = { # name -> the module that has it
+    "SamplingParams": "core", "RequestOutputKind": "core", "StructuredOutputsParams": "core", "LLM": "llm",
+    "RequestOutput": "llm", "CompletionOutput": "llm", "Logprob": "llm", "TextPrompt": "llm", "TokensPrompt": "llm"}
+__all__ = [*_LAZY, "__version__"]
 
 def __getattr__(name):
-    "Load `LLM` and `SamplingParams` on first use, so that `import pagedlm` is instant"
+    "Load a part on first use, so that `import pagedlm` is instant"
     if name not in _LAZY: raise AttributeError(f"module 'pagedlm' has no attribute {name!r}")
     return getattr(_load(_LAZY[name]), name)
 

@@ -37,7 +37,7 @@ def split_qkv(
     heads = qkv.unflatten(-1, (-1, spec.head_dim)) # (T, H+2Hk, D)
     return heads.split([spec.n_heads, spec.n_kv_heads, spec.n_kv_heads], 1)
 
-# %% ../nbs/04_attention.ipynb #1b684140
+# %% ../nbs/04_attention.ipynb #799d78bf
 def turn(
     x,          # queries or keys, (T, heads, D)
     spec,       # an `AttnSpec`
@@ -46,6 +46,7 @@ def turn(
 ):              # (T, heads, D)
     "Norm each head if its family does, and turn it to its position"
     if norm is not None: x = rms_norm(x, norm, spec.norm_eps)
+    if not spec.rope.shape[1]: return x # a layer without positions
     x, rest = x.tensor_split([spec.rope.shape[1]], -1)
     if not spec.interleaved: x = rope(x, spec.rope, positions)
     else:
@@ -109,9 +110,11 @@ def merge_partials(
     w1, w2 = (lse1 - base).exp()[..., None], (lse2 - base).exp()[..., None]
     return (w1 * o1 + w2 * o2).to(o1.dtype), lse
 
-# %% ../nbs/04_attention.ipynb #1a3b7c4b
+# %% ../nbs/04_attention.ipynb #b0bc8e4f
 class Dense:
     "`attn` for one whole sequence at positions 0 … T-1; keeps nothing"
+    def positions(self, ids): return torch.arange(len(ids), device=ids.device) # a few models ask beforehand
+
     def __call__(self,
         layer:int,  # which layer asks; all are alike here
         qkv,        # (T, (H+2Hk)·D)
@@ -120,6 +123,6 @@ class Dense:
         T, max_len = len(qkv), len(spec.rope)
         if T > max_len: raise ValueError(f"a sequence of {T} tokens, but the model's max_len is {max_len}")
         q, k, v = split_qkv(qkv, spec)
-        p = torch.arange(T, device=qkv.device)
+        p = self.positions(qkv)
         q, k = turn(q, spec, p, spec.q_norm), turn(k, spec, p, spec.k_norm)
         return attend(q, k, v, p, spec.scale, spec.window, spec.softcap, spec.sinks).flatten(1)

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['SHAPES', 'EVENTS', 'cdiv', 'no_emit', 'ManualClock', 'RequestOutputKind', 'StructuredOutputsParams', 'SamplingParams']
 
-# %% ../nbs/00_core.ipynb #afe72028
+# %% ../nbs/00_core.ipynb #9b7af9b1
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from math import isfinite
@@ -25,7 +26,7 @@ def cdiv(
     "Ceiling division"
     return -(-a // b)
 
-# %% ../nbs/00_core.ipynb #f563b660
+# %% ../nbs/00_core.ipynb #cec1ce1a
 EVENTS = dict(
     arrive=("request", "n_prompt"),   # the scheduler accepted a request
     admit=("request", "n_cached"),    # it got a row, and so many tokens from the prefix cache
@@ -37,6 +38,7 @@ EVENTS = dict(
     take=("request", "blocks"),       # the pool handed out blocks
     share=("request", "blocks"),      # a prefix hit: these blocks have one more reader
     free=("request", "blocks"),       # one reader less
+    name=("block",),                  # it is full, and from now on others find it
     evict=("block",))                 # a cached block lost its name, to be used anew
 
 # %% ../nbs/00_core.ipynb #66a39d0e
@@ -122,7 +124,7 @@ _REFUSED = dict( # what vLLM has or had, and we have not -> what to use
 def _listed(x): # one string, None, or any collection -> a list of its own; the rules judge the rest
     return [] if x is None else [x] if isinstance(x, str) else list(x) if isinstance(x, Iterable) else x
 
-# %% ../nbs/00_core.ipynb #635d735e
+# %% ../nbs/00_core.ipynb #2a440044
 @dataclass
 class SamplingParams:
     "How to choose the next token and when to stop: vLLM's names and defaults"
@@ -185,7 +187,7 @@ class SamplingParams:
         if self.n > 1 and self.greedy:
             raise ValueError(f"SamplingParams: n={self.n} at temperature={self.temperature}: all are equal")
 
-    def clone(self): return replace(self)
+    def clone(self): return replace(self, structured_outputs=deepcopy(self.structured_outputs))
 
     def __repr__(self):
         blank = dict(stop=[], stop_token_ids=[], bad_words=[])

@@ -6,14 +6,14 @@
 __all__ = ['FORMS', 'FORM', 'EMULATED', 'WIDE', 'CHECKED', 'X86', 'W', 'NV', 'I8', 'I16', 'I32', 'I64', 'F16', 'F32', 'PTR', 'V',
            'VI', 'VF', 'SIZES', 'i64', 'f32', 'RANGES', 'FAULT', 'log', 'OPTIONS', 'call7', 'call10', 'call14',
            'call_row', 'X_BYTES', 'BITS', 'KINDS', 'BLOCK', 'X', 'reads', 'dots', 'PUT', 'ADD', 'GATE', 'TILE',
-           'products', 'pick_form', 'features', 'Asm', 'kernel', 'assembly', 'aligned', 'watch', 'check_fault',
+           'products', 'AHEAD', 'pick_form', 'features', 'Asm', 'kernel', 'assembly', 'aligned', 'watch', 'check_fault',
            'source_stamp', 'announce', 'complain', 'Shelf', 'kept', 'compiled', 'CFunction', 'c_function', 'through',
            'exp', 'to_bf16', 'put', 'dot_bf16', 'sum_squares', 'blend', 'scale_to', 'largest', 'half', 'f32_at',
            'f16_at', 'u16_at', 'u8_at', 'i32_at', 'i64_at', 'put_f32', 'put_u16', 'put_i64', 'bf16_bits', 'bf16_value',
-           'panels', 'weight_at', 'scaled', 'to_floats', 'to_ints', 'reader', 'activations', 'Sums', 'Pairs', 'Fours',
-           'accumulators', 'nibbles', 'epilogue', 'ints', 'floats', 'add_pairs', 'product', 'fetch_add', 'look',
-           'pause', 'give_way', 'ticks', 'strayed', 'wait', 'turn', 'claim', 'finish', 'settle', 'Team', 'share',
-           'matmul']
+           'panel_form', 'panels', 'weight_at', 'scaled', 'to_floats', 'step_for', 'in_steps', 'to_ints', 'reader',
+           'activations', 'Sums', 'Pairs', 'Fours', 'accumulators', 'nibbles', 'epilogue', 'ints', 'floats',
+           'add_pairs', 'product', 'fetch_add', 'look', 'pause', 'give_way', 'prefetch', 'fetch', 'ticks', 'strayed',
+           'wait', 'turn', 'claim', 'settle', 'Team', 'share', 'matmul']
 
 # %% ../nbs/16_cpu.ipynb #12e790df
 import inspect
@@ -229,7 +229,7 @@ def check_fault():
     at, FAULT[0] = int(FAULT[0]), 0
     raise IndexError(f"a kernel reached for address {at:#x}, outside of all arrays that it was given")
 
-# %% ../nbs/16_cpu.ipynb #897c70d7
+# %% ../nbs/16_cpu.ipynb #b515061f
 log = logging.getLogger(__name__)
 
 @cache
@@ -292,6 +292,7 @@ def compiled(
     "Decorator: numba's `njit` without Python's lock; what it makes is kept on disk"
     made = njit(f, nogil=True, **OPTIONS)
     if kept(f): made._cache = Shelf(f)
+    made._compilation_chain_init_hook = lambda: None # it would look through all packages for extensions
     return made
 
 class CFunction:
@@ -449,42 +450,59 @@ KINDS = ("q4", "q8", "bf16", "f32", "f16") # of panels
 BLOCK = dict(q4=320, q8=544)               # bytes of 32 columns of 16 rows
 X = dict(q4="ints", q8="ints", bf16="bf16" if WIDE else "f32", f32="f32", f16="f32") # activations beside them
 
-# %% ../nbs/16_cpu.ipynb #26ad97cc
-def panels(
+# %% ../nbs/16_cpu.ipynb #327dcff9
+_PLAIN = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}
+
+def panel_form(
     part,    # `Packed` or `Plain`, N rows of K weights
-)->tuple:    # its kind; panels of 16 rows, (cdiv(N, 16), bytes) uint8
-    "Weights in the order in which they are read"
-    if isinstance(part, Packed): return _packed_panels(part)
-    dtype, K = part.weight.dtype, part.shape[1]
-    kind = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}.get(dtype)
-    if not kind: raise ValueError(f"weights are {dtype}; the CPU kernels know bfloat16, float32 and float16")
+)->tuple:    # their kind, how many there are, bytes of each
+    "What its panels will be"
+    (N, K), n = part.shape, -(-part.shape[0]//16)
+    if isinstance(part, Packed):
+        kind = "q4" if part.format.bits == 4 else "q8"
+        return kind, n, K//GROUP*BLOCK[kind]
+    w, kind = part.weight, _PLAIN.get(part.weight.dtype)
+    if not kind: raise ValueError(f"weights are {w.dtype}; the CPU kernels know {', '.join(_PLAIN.values())}")
     if K % 16: raise ValueError(f"rows have {K} weights, but the CPU kernels need a multiple of 16")
-    w = part.weight.detach()
-    w = _sixteens(w.view(torch.int16).numpy() if kind == "bf16" else w.numpy()) # (n, 16, K)
-    pair = 2 if kind == "bf16" else 1
-    out = aligned((len(w), K//pair, 16, pair), w.dtype)
-    out[:] = w.reshape(len(w), 16, K//pair, pair).transpose(0, 2, 1, 3)
-    return kind, out.reshape(len(w), -1).view(np.uint8)
+    return kind, n, 16*K*w.itemsize
+
+def panels(
+    part,     # `Packed` or `Plain`, N rows of K weights
+    out=None, # where they go: (panels, bytes) uint8 as `panel_form` says, at a multiple of 64; None: fresh
+)->tuple:     # their kind; 16 rows each, (cdiv(N, 16), bytes) uint8
+    "Weights in the order in which they are read"
+    kind, *shape = panel_form(part)
+    if out is None: out = aligned(shape, np.uint8)
+    if isinstance(part, Packed): _fill_packed(part, kind, out.reshape(len(out), -1, BLOCK[kind]))
+    else: _fill_plain(part.weight.detach(), kind, out)
+    return kind, out
 
 def _sixteens(rows): # (N, …) -> (n, 16, …): zeros behind the last
     N = len(rows)
     if N % 16: rows = np.concatenate([rows, np.zeros((-N % 16, *rows.shape[1:]), rows.dtype)])
     return rows.reshape(-1, 16, *rows.shape[1:])
 
-def _packed_panels(part):
-    four, G, q = part.format.bits == 4, part.shape[1]//GROUP, _sixteens(part.q.numpy())
+def _fill_plain(w, kind, out):
+    pair = 2 if kind == "bf16" else 1
+    w = _sixteens(w.view(torch.int16).numpy() if kind == "bf16" else w.numpy()) # (n, 16, K)
+    w = w.reshape(len(w), 16, -1, pair).transpose(0, 2, 1, 3)                   # (n, K/pair, 16, pair)
+    out.view(w.dtype).reshape(w.shape)[:] = w
+
+def _fill_packed(part, kind, out): # (n, G, bytes)
+    words, to = _sixteens(part.q.numpy().view(np.uint32)), out.view(np.uint32)   # of four bytes each
+    words = words.transpose(3, 0, 2, 1)                                          # (4 or 8, n, G, 16)
+    def put(i, x): to[:, :, 16*i:16*i + 16] = x
+    if kind == "q8":
+        for i, x in enumerate(words): put(i, x)
+    else: # the low halves of a word are columns 4i …, the high ones 16 + 4i …
+        low, high = np.uint32(0x0f0f0f0f), np.uint32(0xf0f0f0f0)
+        for i, (x, y) in enumerate(zip(words[::2], words[1::2])):
+            put(i, x & low | (y & low) << 4)
+            put(i + 2, x >> 4 & low | y & high)
     scales = [_sixteens(s).transpose(0, 2, 1) for s in part.scales.view(torch.float16).numpy()] # (n, G, 16)
-    n, kind = len(q), "q4" if four else "q8"
-    out = aligned((n, G, BLOCK[kind]), np.uint8)
-    if four:
-        q = np.concatenate([q & 15, q >> 4], -1).reshape(n, 16, G, 4, 2, 4).transpose(0, 2, 3, 4, 1, 5)
-        out[:, :, :256] = (q[:, :, :, 0] | q[:, :, :, 1] << 4).reshape(n, G, 256)
-        if len(scales) == 1: scales.append(-part.format.zero*scales[0])
-    else:
-        q = q.view(np.uint8).reshape(n, 16, G, 8, 4).transpose(0, 2, 3, 1, 4)
-        out[:, :, :512] = q.reshape(n, G, 512)
-    out[:, :, -32*len(scales):] = np.ascontiguousarray(np.concatenate(scales, -1)).view(np.uint8)
-    return kind, out.reshape(n, -1)
+    if kind == "q4" and len(scales) == 1: scales.append(-part.format.zero*scales[0])
+    half = out.view(np.float16)
+    for i, s in enumerate(scales, BLOCK[kind]//32 - len(scales)): half[:, :, 16*i:16*i + 16] = s
 
 @compiled
 def weight_at(kind, w, k, lane):
@@ -501,7 +519,7 @@ def weight_at(kind, w, k, lane):
     if kind == 3: return f32_at(w + k*64 + lane*4)
     return f16_at(w + k*32 + lane*2)
 
-# %% ../nbs/16_cpu.ipynb #f11842f6
+# %% ../nbs/16_cpu.ipynb #4dd90977
 def scaled(a, x, w, r, i): # w None: as they are
     "W activations from index i on, times r and weights"
     v = a.load(VF, x, a.mul(i, 4))
@@ -517,6 +535,15 @@ def to_floats(rep, norm):
             put(a, scaled(a, x, w if norm else None, r, i), rep, out, i)
     return code
 
+def step_for(a, top): # lanes float32, none below 0 -> a scale, and what to divide by, in all lanes
+    "127 steps to the largest of them"
+    s = a.b.fdiv(a.fold("maximum", top), a.const(F32, 127.))
+    return s, a.splat(a.op("maxnum", s, a.const(F32, 1e-30)))
+
+def in_steps(a, v, step): # lanes float32 -> int32
+    "The nearest whole numbers of steps"
+    return a.call(f"llvm.fptosi.sat.v{W}i32.v{W}f32", VI, a.op("rint", a.b.fdiv(v, step)))
+
 def to_ints(norm):
     "A row in groups of 32: integers -127 … 127; of each group its scale and the sum of its integers"
     @kernel(i64, i64, f32, i64, i64, i64)
@@ -527,10 +554,9 @@ def to_ints(norm):
             vs = [scaled(a, x, w if norm else None, r, i) for i in places]
             top = a.op("fabs", vs[0])
             for v in vs[1:]: top = a.op("maximum", top, a.op("fabs", v)) # NaN if there is one
-            s = b.fdiv(a.fold("maximum", top), a.const(F32, 127.))
-            step, total = a.splat(a.op("maxnum", s, a.const(F32, 1e-30))), a.const(VI, 0)
+            (s, step), total = step_for(a, top), a.const(VI, 0)
             for i, v in zip(places, vs):
-                q = a.call(f"llvm.fptosi.sat.v{W}i32.v{W}f32", VI, a.op("rint", b.fdiv(v, step)))
+                q = in_steps(a, v, step)
                 total = b.add(total, q)
                 a.store(b.trunc(q, V(I8, W)) if bytes_ == 1 else b.sitofp(q, VF), out, a.mul(i, bytes_))
             at = a.mul(each.index, 8)
@@ -736,7 +762,7 @@ def product(kind):
 
 products = {kind: product(kind) for kind in KINDS}
 
-# %% ../nbs/16_cpu.ipynb #5bb94380
+# %% ../nbs/16_cpu.ipynb #699771ff
 @kernel(i64, types.int32, ret=types.int32)
 def fetch_add(a, addr, n): # what was there before
     "Add to a counter that all threads share"
@@ -753,20 +779,30 @@ def pause(a):
 def give_way(a):
     if sys.platform != "win32": a.call("sched_yield", I32)
 
+def prefetch(a, addr):
+    "A hint: this line of memory will be read soon, bring it as near as the second cache"
+    a.call("llvm.prefetch.p0", ir.VoidType(), a.b.inttoptr(addr, PTR), *(a.const(I32, x) for x in (0, 2, 1)))
+
+@kernel(i64)
+def fetch(a, addr): prefetch(a, addr)
+
 @kernel(0, ret=i64)
 def ticks(a): return a.call("llvm.readcyclecounter" if X86 else "llvm.readsteadycounter", I64)
 
 @kernel(0, ret=i64)
 def strayed(a): return a.b.load(a.b.inttoptr(a.num(FAULT.ctypes.data), PTR), typ=I64) if CHECKED else a.num(0)
 
+AHEAD = 4096 # lines
+
 @compiled
-def wait(addr, n):
-    "Until a counter has reached n"
+def wait(addr, n, ahead):
+    "Until a counter has reached n; meanwhile fetch memory from `ahead` on, if that is not 0"
     spins = 0
     while look(addr) < n:
-        pause()
+        if ahead != 0 and spins < AHEAD: fetch(ahead + spins*64)
+        else: pause()
         spins += 1
-        if spins > 200:
+        if spins > AHEAD + 200 or (ahead == 0 and spins > 200):
             if strayed() != 0: break
             give_way()
 
@@ -781,15 +817,10 @@ def claim(at, size):
     return np.int64(fetch_add(at, np.int32(size)))
 
 @compiled
-def finish(at, i, size, n):
-    "Items i … are done: say so, and claim the next piece"
-    fetch_add(at + 64, np.int32(min(n, i + size) - i))
-    return claim(at, size)
-
-@compiled
-def settle(at, n, region):
-    "Wait until all n items are done, by whomever"
-    wait(at + 64, n)
+def settle(at, done, n, region, ahead):
+    "Say how many items this thread has done, and wait until all n are, by whomever"
+    if done != 0: fetch_add(at + 64, np.int32(done))
+    wait(at + 64, n, ahead)
     return region + 1
 
 # %% ../nbs/16_cpu.ipynb #ce9abc35
@@ -845,15 +876,15 @@ def _work(jobs):
         reply.put(error)
         del f, args, reply, job, error
 
-# %% ../nbs/16_cpu.ipynb #d717af8a
+# %% ../nbs/16_cpu.ipynb #990809cc
 @compiled
 def share(tid, counters, f, w, size, n_panels, x, xst, sc, sst, n, T, o, ost):
     "Take a panel, multiply, take the next, until all are done"
-    i = claim(counters, 1)
+    i, done = claim(counters, 1), 0
     while i < n_panels:
         call10(f, w + i*size, x, xst, sc, sst, n, T, o + i*64, ost, 0)
-        i = finish(counters, i, 1, n_panels)
-    return settle(counters, n_panels, 0)
+        i, done = claim(counters, 1), done + 1
+    return settle(counters, done, n_panels, 0, 0)
 
 def matmul(
     x,         # activations, (T, K), a tensor or an array

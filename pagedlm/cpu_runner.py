@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = ['XI', 'XB', 'MIXED', 'SHAPE', 'ADDRESSES', 'CALLS', 'NUMBERS', 'STEP', 'PHASES', 'read', 'read_normed', 'read_parts',
            'times', 'multiply', 'look_up', 'take_last', 'find_best', 'mark', 'head', 'run_step', 'run_head', 'parts_of',
-           'matrices_of', 'unfit', 'Matrices', 'let_go', 'kv_dtype_for', 'CpuRunner', 'shares_of_step']
+           'matrices_of', 'unfit', 'load_kernels', 'Matrices', 'let_go', 'kv_dtype_for', 'CpuRunner', 'shares_of_step']
 
-# %% ../nbs/25_cpu_runner.ipynb #c9d1619f
+# %% ../nbs/25_cpu_runner.ipynb #b78b0358
 import math
+from collections import deque
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -16,16 +18,16 @@ import torch
 from . import layers
 from .core import cdiv
 from .cpu import (ADD, GATE, KINDS, PUT, X, X_BYTES, Team, aligned, call10, call_row, claim, compiled,
-                         f32_at, finish, i64_at, largest, panels, products, put_f32, put_i64, reads,
-                         scale_to, settle, sum_squares, ticks, turn, u8_at, weight_at)
-from .cpu_attention import (ATTENTION, CpuCache, Record, attend, combine, place_bytes, room_bytes,
-                                   rotate, tiles_for, unknown)
+                         f32_at, i64_at, largest, panel_form, panels, products, put_f32, put_i64, reads,
+                         scale_to, sum_squares, ticks, turn, u8_at, weight_at)
+from .cpu_attention import (ATTENTION, CpuCache, Record, attend, combine, leave, place_bytes,
+                                   room_bytes, rotate, tiles_for, unknown)
 from .layers import Embedding, Linear
 from .model import MLP, Attn, Block, Norm, Transformer
 from .quant import Plain, QEmbedding, QLinear
 from .runner import Batch, Runner, flatten
 
-# %% ../nbs/25_cpu_runner.ipynb #69f983c4
+# %% ../nbs/25_cpu_runner.ipynb #db971300
 XI, XB, MIXED = X_BYTES["ints"], X_BYTES[X["bf16"]], X["bf16"] == "bf16"
 
 @compiled
@@ -39,27 +41,27 @@ def read(s, a, w, r, n, e):
 def read_normed(s, region, x, w, rows):
     "RMSNorm of each row of x"
     at, size, C = s.counters + region*128, turn(rows), s.C
-    i = claim(at, size)
+    i, done = claim(at, size), 0
     while i < rows:
         for t in range(i, min(rows, i + size)):
             a = x + t*C*4
             mean = sum_squares(a, C)/np.float32(C)
             read(s, a, w, np.float32(1)/np.float32(math.sqrt(mean + s.eps)), C, t*C)
-        i = finish(at, i, size, rows)
-    return settle(at, rows, region)
+        i, done = claim(at, size), done + min(size, rows - i)
+    return leave(s, at, done, rows, region)
 
 @compiled
 def read_parts(s, region, x, parts, n, stride):
     "Rows as they are, in parts of n numbers: part p of row t lies at x + p*stride + t*n*4"
     at, size, T = s.counters + region*128, turn(s.T), s.T
-    i = claim(at, size)
+    i, done = claim(at, size), 0
     while i < T:
         for t in range(i, min(T, i + size)):
             for p in range(parts): read(s, x + p*stride + t*n*4, 0, np.float32(1), n, (t*parts + p)*n)
-        i = finish(at, i, size, T)
-    return settle(at, T, region)
+        i, done = claim(at, size), done + min(size, T - i)
+    return leave(s, at, done, T, region)
 
-# %% ../nbs/25_cpu_runner.ipynb #29b84d2e
+# %% ../nbs/25_cpu_runner.ipynb #dda81626
 @compiled
 def times(s, p, K, T, o, ost, how):
     "All rows times panel p"
@@ -73,47 +75,47 @@ def times(s, p, K, T, o, ost, how):
 @compiled
 def multiply(s, region, matrix, n, K, T, o, ost, how):
     "T rows of K numbers times n panels; GATE: n of gates, and n of values behind them"
-    at, first, size = s.counters + region*128, i64_at(s.first + matrix*8), n//12 + 1 if T < 64 else 4
-    i = claim(at, size)
+    at, first, size = s.counters + region*128, i64_at(s.first + matrix*8), n//24 + 1 if T < 64 else 4
+    i, done = claim(at, size), 0
     while i < n:
         for p in range(i, min(n, i + size)):
             times(s, first + p, K, T, o + p*64, ost, PUT if how == GATE else how)
             if how == GATE: times(s, first + n + p, K, T, o + p*64, ost, GATE)
-        i = finish(at, i, size, n)
-    return settle(at, n, region)
+        i, done = claim(at, size), done + min(size, n - i)
+    return leave(s, at, done, n, region)
 
-# %% ../nbs/25_cpu_runner.ipynb #566e5792
+# %% ../nbs/25_cpu_runner.ipynb #2d7eaa40
 @compiled
 def look_up(s, region):
     "The embedding of each token, out of the panels"
     at, size, T, C = s.counters + region*128, turn(s.T), s.T, s.C
     first = i64_at(s.first + (4*s.L + 1)*8)
-    i = claim(at, size)
+    i, done = claim(at, size), 0
     while i < T:
         for t in range(i, min(T, i + size)):
             id = i64_at(s.ids + t*8)
             p = first + id//16
             kind, w = u8_at(s.kinds + p), i64_at(s.panels + p*8)
             for k in range(C): put_f32(s.x + (t*C + k)*4, weight_at(kind, w, k, id%16))
-        i = finish(at, i, size, T)
-    return settle(at, T, region)
+        i, done = claim(at, size), done + min(size, T - i)
+    return leave(s, at, done, T, region)
 
 @compiled
 def take_last(s, region):
     "The stream of those tokens that are asked for their next one"
     at, size, S, C = s.counters + region*128, turn(s.S), s.S, s.C
-    i = claim(at, size)
+    i, done = claim(at, size), 0
     while i < S:
         for r in range(i, min(S, i + size)):
             scale_to(s.h + r*C*4, s.x + i64_at(s.last + r*8)*C*4, np.float32(1), C)
-        i = finish(at, i, size, S)
-    return settle(at, S, region)
+        i, done = claim(at, size), done + min(size, S - i)
+    return leave(s, at, done, S, region)
 
 @compiled
 def find_best(s, region):
     "The likeliest id of each row of logits"
     at, S, V = s.counters + region*128, s.S, s.V
-    i = claim(at, 1)
+    i, done = claim(at, 1), 0
     while i < S:
         row = s.logits + i*((V + 15)//16*64)
         top, best = largest(row, V), -1
@@ -123,8 +125,8 @@ def find_best(s, region):
                     best = j
                     break
         put_i64(s.best + i*8, best)
-        i = finish(at, i, 1, S)
-    return settle(at, S, region)
+        i, done = claim(at, 1), done + 1
+    return leave(s, at, done, S, region)
 
 # %% ../nbs/25_cpu_runner.ipynb #e81db61f
 @compiled
@@ -209,25 +211,41 @@ def _unfit_sizes(model):
         if n % step: return f"{name}={n} is not a multiple of {step}"
     return "" if c.head_dim % 16 == 0 else f"head_dim={c.head_dim} is not a multiple of 16"
 
-# %% ../nbs/25_cpu_runner.ipynb #d7052578
+# %% ../nbs/25_cpu_runner.ipynb #e2a4da20
+def load_kernels(
+    names,  # kinds of panels
+)->dict:    # field of a record -> address
+    "What a step over such panels calls; compiled if need be"
+    found = {kind: products[kind] for kind in names}
+    found |= {f"read_{rep}": reads[rep] for rep in {X[kind] for kind in names}}
+    return {name: f.address for name, f in found.items()}
+
 class Matrices:
     "Every matrix of a model as panels, each once"
     def __init__(self,
         model,           # a `Transformer`
         keep:bool=True,  # leave the model its weights?
+        team=None,       # a `Team` that shares the work; None: this thread alone
     ):
-        self.arrays, self.seen, L = [], {}, len(model.blocks)
         norms = [n.weight.float() for b in model.blocks for n in (b.norm1, b.norm2)]
         self.norms = torch.stack([*norms, model.norm.weight.float()]).numpy()
-        self.first = np.zeros((L + 1, 4), np.int64)
-        for l, b in enumerate(model.blocks):
-            own = b.attn.qkv, b.attn.out, b.mlp.gate_up, b.mlp.down
-            self.first[l] = [self._take(m) for m in own]
-            if not keep: let_go(*own)
-        ends = model.head or model.embed, model.embed
-        self.first[L, :2] = [self._take(m) for m in ends]
+        layers = [(b.attn.qkv, b.attn.out, b.mlp.gate_up, b.mlp.down) for b in model.blocks]
+        layers.append((model.head or model.embed, model.embed))
+        held = {_held(m): m for own in layers for m in own} # a tied head has the embedding's
+        forms = {key: [panel_form(part) for part in parts_of(m)] for key, m in held.items()}
+        self.room = aligned(sum(_lines(n*size) for fs in forms.values() for _, n, size in fs), np.uint8)
+        self.arrays, first, todo, used = [], {}, deque(), 0
+        for key, m in held.items():
+            first[key], places = sum(len(x) for _, x in self.arrays), []
+            for kind, n, size in forms[key]:
+                places.append(self.room[used:used + n*size].reshape(n, size))
+                used += _lines(n*size)
+                self.arrays.append((kind, places[-1]))
+            todo.append((m, places))
+        self.first = np.array([[first[_held(m)] for m in own] + [0]*(4 - len(own)) for own in layers])
+        (team or Team(1)).run(_fill, todo, keep, self.names)
         if not keep:
-            let_go(*ends)
+            let_go(*layers[-1])
             model.panels = self # for another runner of the same model
         self.panels = np.concatenate([x.ctypes.data + np.arange(len(x))*x.shape[1] for _, x in self.arrays])
         counts = [len(x) for _, x in self.arrays]
@@ -239,14 +257,27 @@ class Matrices:
     @property
     def nbytes(self)->int: return sum(x.nbytes for _, x in self.arrays)
 
-    def _take(self, module)->int: # its first panel
-        parts = parts_of(module)
-        held = parts[0].weight if isinstance(parts[0], Plain) else parts[0].q
-        key = held.data_ptr() # a tied head has the embedding's
-        if key not in self.seen:
-            self.seen[key] = sum(len(x) for _, x in self.arrays)
-            self.arrays += [panels(part) for part in parts]
-        return self.seen[key]
+    def ahead(self, n_regions)->np.ndarray: # (n_regions,) int64
+        "For each region of a step, where the weights of the next product begin; 0: it is the last"
+        coming = np.array([0, 1, 1, 1, 1, 1, 2, 2, 3, 3, 4]) # which of a layer's four: see `run_step`
+        matrix = (4*np.arange(len(self.first) - 1)[:, None] + coming).ravel()
+        out = np.zeros(n_regions, np.int64)
+        out[1:len(matrix) + 1] = self.panels[self.first.ravel()[matrix]]
+        return out
+
+def _held(module): # where its weights lie
+    first = parts_of(module)[0]
+    return (first.weight if isinstance(first, Plain) else first.q).data_ptr()
+
+def _lines(n)->int: return cdiv(n, 64)*64 # bytes, in whole cache lines
+
+def _fill(tid, todo, keep, names): # what one thread does
+    if tid == 0: load_kernels(names) # NumPy leaves Python's lock to it for most of the time
+    with suppress(IndexError):       # of an empty list
+        while True:
+            module, places = todo.popleft()
+            for part, place in zip(parts_of(module), places): panels(part, place)
+            if not keep: let_go(module)
 
 def _gone(*args, **kw):
     raise RuntimeError("this model's weights moved into the CPU runner: "
@@ -255,6 +286,7 @@ def _gone(*args, **kw):
 def let_go(*modules):
     "Forget their weights: shapes and types stay, and computing raises"
     for m in (m for module in modules for m in module.modules()):
+        if hasattr(m, "forget"): m.forget()
         for name, x in m._buffers.items(): m._buffers[name] = x.to("meta")
         for name, x in m._parameters.items():
             if x is not None: m._parameters[name] = torch.nn.Parameter(x.to("meta"), requires_grad=False)
@@ -265,13 +297,13 @@ def kv_dtype_for(model):
     plain = {p.weight.dtype for m in matrices_of(model) for p in parts_of(m) if isinstance(p, Plain)}
     return torch.float32 if plain & {torch.float32, torch.float16} else torch.bfloat16
 
-# %% ../nbs/25_cpu_runner.ipynb #126ac09e
+# %% ../nbs/25_cpu_runner.ipynb #c4aff96a
 ADDRESSES = "panels kinds first norms ids x xi sc xf xb h logits best last ticks".split()
 CALLS = [*KINDS, *(f"read_{rep}" for rep in reads)]
-NUMBERS = "S L C F V n_regions".split()
+NUMBERS = "S C F V n_regions".split() # beside those of attention
 STEP = ATTENTION + [(name, "i8") for name in [*ADDRESSES, *CALLS, *NUMBERS]] + [("eps", "f4")]
 
-# %% ../nbs/25_cpu_runner.ipynb #b695e644
+# %% ../nbs/25_cpu_runner.ipynb #26f9be3c
 class CpuRunner(Runner):
     "A `Runner` for CPUs: the whole step in one call per thread"
     def __init__(self,
@@ -280,7 +312,7 @@ class CpuRunner(Runner):
         block_size:int,     # B
         max_num_seqs:int,   # rows
         max_model_len:int,  # longest sequence, tokens
-        kv_dtype=None,      # of K and V, bfloat16 or float32; None: `kv_dtype_for` the model
+        kv_dtype=None,      # of K and V: bfloat16, float32, int8; None: `kv_dtype_for` the model
         n_threads:int=None, # None: as many as torch uses
         keep:bool=True,     # leave the model its weights? If not, they move
         **kw,               # sample, processors, grammar: as for `Chooser`
@@ -290,7 +322,7 @@ class CpuRunner(Runner):
         super().__init__(model, self, n_blocks, block_size, max_num_seqs, max_model_len, **kw)
         self.team, self.s = Team(n_threads or torch.get_num_threads()), Record(STEP)
         self.sizes, self.n_places = (0, 0), -1 # what there is room for
-        self.weights = getattr(model, "panels", None) or Matrices(model, keep)
+        self.weights = getattr(model, "panels", None) or Matrices(model, keep, self.team)
         self.s.put(**self._fixed(model))
 
     def new_cache(self, config, n_blocks, block_size, dtype, device=None):
@@ -300,16 +332,15 @@ class CpuRunner(Runner):
     def _fixed(self, model): # what no step changes
         c, held, threads = model.config, self.weights, self.team.n_threads
         n_regions = 11*c.n_layers + 8
-        calls = {kind: products[kind] for kind in held.names}
-        calls |= {f"read_{rep}": reads[rep] for rep in {X[kind] for kind in held.names}}
+        calls = load_kernels(held.names)
         room = room_bytes(c, self.block_size)
         arrays = dict(panels=held.panels, kinds=held.kinds, first=held.first, norms=held.norms,
                       rope=np.ascontiguousarray(model.specs[0].rope.float().numpy()),
                       scratch=aligned((threads, room), np.uint8),
                       counters=aligned((n_regions, 32), np.int32),
-                      ticks=aligned((threads, n_regions), np.int64))
+                      ticks=aligned((threads, n_regions), np.int64), ahead=held.ahead(n_regions))
         return calls | arrays | self.cache.fields() | dict(
-            L=c.n_layers, C=c.width, H=c.n_heads, Hk=c.n_kv_heads, D=c.head_dim, F=c.mlp_width,
+            C=c.width, H=c.n_heads, Hk=c.n_kv_heads, D=c.head_dim, F=c.mlp_width,
             V=c.vocab_size, eps=c.norm_eps, scale=model.specs[0].scale, n_regions=n_regions, room=room)
 
     def _grow(self, T, S, n_places=0):
@@ -359,6 +390,9 @@ class CpuRunner(Runner):
             return self.chooser.take(torch.from_numpy(arrays["best"][:S].copy()), batch.rows)
         logits = torch.from_numpy(arrays["logits"][:S, :self.model.config.vocab_size])
         return self.chooser(logits, works, batch.rows, batch.how)
+
+    def vectors(self, hidden): # what `hidden` has is the residual stream
+        return self.model.norm(hidden, None)[0]
 
     def logits(self, hidden):
         "Scores for rows of the residual stream, (n, C) -> (n, V)"

@@ -5,14 +5,16 @@
 # %% auto #0
 __all__ = ['NOBODY', 'Tape', 'tape', 'FixedBackend', 'graph_sizes', 'CudaGraphs', 'GraphRunner', 'make_runner']
 
-# %% ../nbs/24_graphs.ipynb #0cf06c46
+# %% ../nbs/24_graphs.ipynb #cc5718ab
 import logging
+from functools import partial
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .paged import TorchBackend, attend_singles
+from .paged import TorchBackend, attend_singles, capped
 from .request import Work
 from .runner import Direct, Runner, pack
 
@@ -54,22 +56,22 @@ def tape(
         return out
     return replay
 
-# %% ../nbs/24_graphs.ipynb #122d6e40
+# %% ../nbs/24_graphs.ipynb #cad6e0fb
 class FixedBackend(TorchBackend):
     "Single tokens in shapes that depend on nothing but their number: each reads its whole table"
     def plan(self, specs, cache, q_lens, kv_lens, n_rows=None, max_len=None):
         "No arrays beyond those that every step has"
         return {}
 
-    def tiles(self, cache, meta): return None if max(meta.q_lens) == 1 else super().tiles(cache, meta)
-
     def attend(self, spec, layer, q, cache, meta):
         if max(meta.q_lens) > 1: return super().attend(spec, layer, q, cache, meta)
         tables = meta.block_tables.long()
         k, v = (x[layer][tables].flatten(1, 2) for x in (cache.k, cache.v)) # (R, M·B, Hk, D)
-        seen = torch.arange(k.shape[1], device=k.device) < meta.seq_lens[:, None]
+        age = meta.seq_lens[:, None] - 1 - torch.arange(k.shape[1], device=k.device)
+        seen = age >= 0 if spec.window is None else (age >= 0) & (age < spec.window)
         k, v = (x.where(seen[..., None, None], 0).to(q.dtype) for x in (k, v))
-        return attend_singles(q, k, v, seen[:, None, None], spec.scale).flatten(1)
+        by = sdpa if spec.softcap is None else partial(capped, softcap=spec.softcap)
+        return attend_singles(q, k, v, seen[:, None, None], spec.scale, by).flatten(1)
 
 # %% ../nbs/24_graphs.ipynb #61eaa993
 NOBODY = Work(-1, 0, 1, (0,), (), False) # a token of the last row, which nobody is ever given

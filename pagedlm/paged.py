@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['backends', 'AttnMeta', 'paged_reference', 'Backend', 'Paged', 'Tile', 'gather', 'attend_singles', 'attend_chunk',
-           'TorchBackend', 'load_backend']
+           'capped', 'TorchBackend', 'load_backend']
 
-# %% ../nbs/13_paged.ipynb #518c7353
+# %% ../nbs/13_paged.ipynb #2c60f747
+from functools import partial
 from importlib import import_module
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from .attention import attend, split_qkv, turn
 from .core import cdiv
 from .kvcache import KVCache
+from .layers import wide
 
 # %% ../nbs/13_paged.ipynb #8db2167c
 class AttnMeta(NamedTuple):
@@ -30,7 +33,7 @@ class AttnMeta(NamedTuple):
     kv_lens:list              # `seq_lens` for the host, R ints
     tiles:object = None       # how a back-end cuts this step, if it wants to: made once, used by all layers
 
-# %% ../nbs/13_paged.ipynb #bf2db8db
+# %% ../nbs/13_paged.ipynb #0033571b
 def paged_reference(
     spec,       # an `AttnSpec`
     layer:int,  # whose keys and values
@@ -39,22 +42,27 @@ def paged_reference(
     meta,       # an `AttnMeta`
 ):              # (T, H·D)
     "Attention through block tables, one request after the other"
-    (k, v), B, o = cache.flat(layer), cache.block_size, torch.empty_like(q)
+    B, o = cache.block_size, torch.empty_like(q)
     starts = accumulate([0, *meta.q_lens])
     for table, t, T, S in zip(meta.block_tables.long(), starts, meta.q_lens, meta.kv_lens):
         p = torch.arange(S, device=q.device)
         slots = table[p // B] * B + p % B                                     # `slots_of` with tensors
-        keys, values = k[slots].to(q.dtype), v[slots].to(q.dtype)
+        keys, values = cache.read(layer, slots, q.dtype)
         how = spec.scale, spec.window, spec.softcap, spec.sinks
         o[t:t + T] = attend(q[t:t + T], keys, values, p[S - T:], *how)
     return o.flatten(1)
 
-# %% ../nbs/13_paged.ipynb #6a68ed7d
+# %% ../nbs/13_paged.ipynb #9ffd125e
 class Backend:
     "Readable paged attention, and the interface of all faster ones"
+    def __init__(self,
+        kv_dtype=None, # of keys and values in the cache: float32, bfloat16, int8; None: the model's
+    ):
+        self.kv_dtype = kv_dtype
+
     def new_cache(self, config, n_blocks, block_size, dtype, device=None):
         "Memory that `store` and `attend` understand: n_blocks (N) of block_size (B) tokens"
-        return KVCache(config, n_blocks, block_size, dtype, device)
+        return KVCache(config, n_blocks, block_size, self.kv_dtype or dtype, device)
 
     def tiles(self, cache, meta):
         "What `attend` wants to find in `meta.tiles`"
@@ -65,15 +73,14 @@ class Backend:
         q = turn(q, spec, meta.positions, spec.q_norm)
         k = turn(k, spec, meta.positions, spec.k_norm)
         slots = meta.slots.long().clamp(min=0) # -1 becomes a slot of the null block, which nobody reads
-        for pool, new in zip(cache.flat(layer), (k, v)):
-            pool.index_copy_(0, slots, new.to(pool.dtype))
+        cache.write(layer, slots, k, v)
         return q
 
     def attend(self, spec, layer, q, cache, meta):
         "Each request's queries over all its keys and values up to their own: q (T, H, D) -> (T, H·D)"
         return paged_reference(spec, layer, q, cache, meta)
 
-# %% ../nbs/13_paged.ipynb #10ff3c18
+# %% ../nbs/13_paged.ipynb #b44bdb8e
 class Paged:
     "`attn` for one step of many requests"
     def __init__(self,
@@ -83,18 +90,20 @@ class Paged:
     ):
         self.backend, self.cache, self.meta = backend, cache, meta._replace(tiles=backend.tiles(cache, meta))
 
+    def positions(self, ids): return self.meta.positions # a few models ask
+
     def __call__(self, layer, qkv, spec):
         q = self.backend.store(spec, layer, self.cache, qkv, self.meta)
         return self.backend.attend(spec, layer, q, self.cache, self.meta)
 
-# %% ../nbs/13_paged.ipynb #6fcb9a80
+# %% ../nbs/13_paged.ipynb #96a2ac87
 class Tile(NamedTuple):
     "A part of a step's attention that one call computes"
     queries:object        # which of the T: an index (g,) of one token each of g requests, or a chunk's slice
     blocks:torch.Tensor   # what to gather, request after request, (g·m,) int64
     S:int                 # keys of the longest request
     visible:object = None # may this query see that key? (g, 1, 1, S) or (T, S) bool; None: plain causal
-    pads:object = None    # gathered slots beyond a request's end; None: no request is shorter than the others
+    pads:object = None    # gathered slots that no query sees; None: there are none
 
 def gather(
     pool,  # keys or values of one layer, (N, B, Hk, D)
@@ -108,17 +117,18 @@ def gather(
     if tile.pads is not None: x.index_fill_(0, tile.pads, 0) # may be NaN, and 0 x NaN is NaN
     return x.unflatten(0, (g, -1))[:, :tile.S]
 
-# %% ../nbs/13_paged.ipynb #10a7a1ba
+# %% ../nbs/13_paged.ipynb #9162a8c7
 def attend_singles(
     q,        # one query each of g requests, (g, H, D)
     k,        # (g, S, Hk, D)
     v,        # (g, S, Hk, D)
     visible,  # (g, 1, 1, S) bool; None: all
     scale,    # of the scores
+    by=sdpa,  # what computes: PyTorch's attention, or something with its arguments
 ):            # (g, H, D)
     "One token per request: query heads that share a key/value head stand in for tokens"
     q = q.unflatten(1, (k.shape[2], -1))                                       # (g, Hk, H/Hk, D)
-    return sdpa(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible, scale=scale).flatten(1, 2)
+    return by(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible, scale=scale).flatten(1, 2)
 
 def attend_chunk(
     q,        # consecutive queries of one request, (T, H, D)
@@ -126,65 +136,96 @@ def attend_chunk(
     v,        # (1, S, Hk, D)
     visible,  # (T, S) bool; None: T = S, plain causal
     scale,    # of the scores
+    by=sdpa,  # as in `attend_singles`
 ):            # (T, H, D)
     "Several tokens of one request: key/value heads stand in for the batch"
     q = q.unflatten(1, (k.shape[2], -1)).permute(1, 2, 0, 3)                   # (Hk, H/Hk, T, D)
     k, v = (x.permute(2, 0, 1, 3).expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    o = sdpa(q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale)
+    o = by(q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale)
     return o.permute(2, 0, 1, 3).flatten(1, 2)
 
-# %% ../nbs/13_paged.ipynb #005d57ac
+# %% ../nbs/13_paged.ipynb #7bd60521
+def capped(q, k, v, attn_mask, scale, softcap, is_causal=False):
+    "`scaled_dot_product_attention` with scores squeezed into -softcap … softcap"
+    dtype = wide(q.dtype)
+    scores = softcap * (q.to(dtype) @ k.to(dtype).transpose(-1, -2) * (scale / softcap)).tanh()
+    if is_causal: attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()
+    if attn_mask is not None: scores = scores.masked_fill(~attn_mask, -torch.inf)
+    return (scores.softmax(-1) @ v.to(scores.dtype)).to(q.dtype)
+
+# %% ../nbs/13_paged.ipynb #904a887f
 class TorchBackend(Backend):
     "PyTorch's own attention: single tokens in padded groups, chunks one by one"
     def __init__(self,
         group_bytes:int=None, # keys and values to gather at once; None: 8 MiB on a CPU, else 1 GiB
+        kv_dtype=None,        # as for `Backend`
     ):
+        super().__init__(kv_dtype)
         self.group_bytes, self.rooms = group_bytes, {}
 
-    def tiles(self, cache, meta):
-        tables, starts = meta.block_tables.long(), list(accumulate([0, *meta.q_lens]))
-        singles = self._groups([r for r, n in enumerate(meta.q_lens) if n == 1], cache, meta)
-        chunks = [r for r, n in enumerate(meta.q_lens) if n > 1]
-        return ([self._singles(rows, starts, tables, cache, meta) for rows in singles]
-                + [self._chunk(r, starts[r], tables, cache, meta) for r in chunks])
+    def tiles(self, cache, meta): return {} # window -> tiles, cut when a layer asks
 
-    def _groups(self, rows, cache, meta): # like lengths together, as many as the limit allows, at least one
+    def cut(self, cache, meta, window=None)->list:
+        "The step in tiles, for layers whose tokens see so many positions (None: all)"
+        tables, starts = meta.block_tables.long(), list(accumulate([0, *meta.q_lens]))
+        singles = self._groups([r for r, n in enumerate(meta.q_lens) if n == 1], cache, meta, window)
+        chunks = [r for r, n in enumerate(meta.q_lens) if n > 1]
+        how = tables, cache, meta, window
+        return ([self._singles(rows, starts, *how) for rows in singles]
+                + [self._chunk(r, starts[r], *how) for r in chunks])
+
+    def _groups(self, rows, cache, meta, window): # like lengths together, as many as fit, at least one
         limit = self.group_bytes or (2**23 if cache.k.device.type == "cpu" else 2**30)
-        block_bytes, groups = 2 * cache.k[0, 0].nbytes, []
+        block_bytes, groups, B = 2 * cache.k[0, 0].nbytes, [], cache.block_size
         for r in sorted(rows, key=lambda r: meta.kv_lens[r]):
-            padded = cdiv(meta.kv_lens[r], cache.block_size) * block_bytes
+            padded = cdiv(min(meta.kv_lens[r], (window or inf) + B), B) * block_bytes
             if not groups or (len(groups[-1]) + 1) * padded > limit: groups.append([])
             groups[-1].append(r)
         return groups
 
-    def _singles(self, rows, starts, tables, cache, meta): # rows sorted by length
-        lens, at = torch.tensor([meta.kv_lens[r] for r in rows]), tables.device
-        S, m = int(lens[-1]), cdiv(int(lens[-1]), cache.block_size)
-        tile = Tile(torch.tensor([starts[r] for r in rows], device=at), tables[rows, :m].flatten(), S)
-        if lens[0] == S: return tile
-        own = torch.arange(m * cache.block_size) < lens[:, None] # (g, m·B)
-        pads = (~own).flatten().nonzero()[:, 0]
-        return tile._replace(visible=own[:, None, None, :S].to(at), pads=pads.to(at))
+    def _singles(self, rows, starts, tables, cache, meta, window): # rows sorted by length
+        B, at, lens = cache.block_size, tables.device, torch.tensor([meta.kv_lens[r] for r in rows])
+        first = (lens - window).clamp(min=0) // B if window else torch.zeros_like(lens) # blocks not gathered
+        n = lens - first * B                                                            # tokens gathered
+        S, m = int(n.max()), cdiv(int(n.max()), B)
+        columns = (first[:, None] + torch.arange(m)).clamp(max=tables.shape[1] - 1)
+        blocks = tables[torch.tensor(rows, device=at)[:, None], columns.to(at)].flatten()
+        tile = Tile(torch.tensor([starts[r] for r in rows], device=at), blocks, S)
+        p = torch.arange(m * B)
+        seen = p < n[:, None]                                                           # (g, m·B)
+        if window: seen &= p >= (n - window)[:, None]
+        if seen[:, :S].all(): return tile
+        pads = (~seen).flatten().nonzero()[:, 0]
+        return tile._replace(visible=seen[:, None, None, :S].to(at), pads=pads.to(at))
 
-    def _chunk(self, r, start, tables, cache, meta):
-        T, S, at = meta.q_lens[r], meta.kv_lens[r], tables.device
-        tile = Tile(slice(start, start + T), tables[r, :cdiv(S, cache.block_size)], S)
-        if T == S: return tile
+    def _chunk(self, r, start, tables, cache, meta, window):
+        T, S, B, at = meta.q_lens[r], meta.kv_lens[r], cache.block_size, tables.device
+        first = max(0, S - T - window + 1) // B if window else 0
+        S, blocks = S - first * B, tables[r, first:cdiv(S, B)]
+        tile = Tile(slice(start, start + T), blocks, S)
+        if T == S and not window: return tile
         visible = torch.ones(T, S, dtype=torch.bool, device=at).tril_(S - T) # query t is at position S-T+t
-        return tile._replace(visible=visible)
+        return tile._replace(visible=visible.triu_(S - T - window + 1) if window else visible)
 
     def attend(self, spec, layer, q, cache, meta):
-        for name in "window", "softcap", "sinks":
-            if (x := getattr(spec, name)) is not None:
-                raise ValueError(f"layer {layer} has {name}={x}, which the torch back-end does not know; "
-                                 "the reference back-end does")
-        o = torch.empty_like(q)
-        for tile in meta.tiles or self.tiles(cache, meta):
+        if spec.sinks is not None:
+            raise ValueError(f"layer {layer} has sinks={spec.sinks}, which the torch back-end does not know; "
+                             "the reference back-end does")
+        o, cuts = torch.empty_like(q), meta.tiles if meta.tiles is not None else {}
+        if spec.window not in cuts: cuts[spec.window] = self.cut(cache, meta, spec.window)
+        by = sdpa if spec.softcap is None else partial(capped, softcap=spec.softcap)
+        for tile in cuts[spec.window]:
             part = attend_chunk if isinstance(tile.queries, slice) else attend_singles
-            k, v = (gather(pool[layer], tile, self._room(name, len(tile.blocks) * pool[0, 0].numel(), pool))
+            k, v = (self._gathered(name, pool[layer], tile).to(q.dtype)
                     for name, pool in (("k", cache.k), ("v", cache.v)))
-            o[tile.queries] = part(q[tile.queries], k.to(q.dtype), v.to(q.dtype), tile.visible, spec.scale)
+            if cache.head_scales: # in 8 bits
+                k, v = (x * self._gathered("scales", pool[layer], tile).to(q.dtype)
+                        for x, pool in zip((k, v), cache.head_scales))
+            o[tile.queries] = part(q[tile.queries], k, v, tile.visible, spec.scale, by)
         return o.flatten(1)
+
+    def _gathered(self, name, pool, tile):
+        return gather(pool, tile, self._room(name, len(tile.blocks) * pool[0].numel(), pool))
 
     def _room(self, name, n, like): # used again: fresh memory costs more than the copy
         key = name, like.dtype, like.device

@@ -5,12 +5,14 @@
 # %% auto #0
 __all__ = ['GROUP', 'formats', 'kinds', 'SLICE', 'Format', 'fit_q4_0', 'fit_q4_1', 'fit_q8_0', 'find_kind', 'Packed',
            'from_blocks', 'to_blocks', 'pack_rows', 'Plain', 'quantize', 'integers', 'int_product', 'round_act',
-           'packed_product', 'plain_product', 'stored_rows', 'Rows', 'QLinear', 'QEmbedding', 'tie', 'pack',
+           'packed_product', 'plain_product', 'stored_rows', 'joined', 'Rows', 'QLinear', 'QEmbedding', 'tie', 'pack',
            'stored_bytes', 'packed_transformer', 'load_packed', 'quality']
 
-# %% ../nbs/09_quant.ipynb #03808dca
+# %% ../nbs/09_quant.ipynb #d261a549
+import logging
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from torch import nn
 
 from .layers import Embedding, Linear
 from .model import Transformer
-from .weights import load_model
+from .weights import load_model, open_source
 
 # %% ../nbs/09_quant.ipynb #dcbf324e
 GROUP = 32 # values that share a scale, in every format here
@@ -66,25 +68,36 @@ def find_kind(
     if kind in kinds: return kinds[kind]
     raise ValueError(f"quantization={kind!r}, but it must be None (as stored) or one of {', '.join(kinds)}")
 
-# %% ../nbs/09_quant.ipynb #4232cb5f
+# %% ../nbs/09_quant.ipynb #0b43c28b
 class Packed(nn.Module):
     "Rows of a matrix in one of `formats`"
     def __init__(self,
-        kind:str,  # in `formats`
-        q,         # integers, (N, G, 32) int8 or (N, G, 16) uint8 with two in each
-        scales,    # d, or d and m, (n_scales, N, G) float16
+        kind:str,        # in `formats`
+        q,               # integers, (N, G, 32) int8 or (N, G, 16) uint8 with two in each
+        scales,          # d, or d and m, (n_scales, N, G) float16
+        lent:bool=False, # is all this somebody else's memory?
     ):
         super().__init__()
-        self.kind, self.format = kind, formats[kind]
+        self.kind, self.format, self.lent = kind, formats[kind], lent
         self.register_buffer("q", q)
         self.register_buffer("scales", scales.view(torch.int16))
 
     @property
     def shape(self)->tuple: return len(self.q), self.q.shape[1]*GROUP
 
-    def over(self, other): # these rows, then the other's
-        scales = torch.cat([self.scales, other.scales], 1).view(torch.float16)
-        return Packed(self.kind, torch.cat([self.q, other.q]), scales)
+    def settle(self): # in memory of its own, equal things side by side
+        if not self.lent: return
+        self.q, self.scales = (x.clone(memory_format=torch.contiguous_format) for x in (self.q, self.scales))
+        self.lent = False
+
+    def forget(self): pass # where it came from; see `stored_rows`
+
+    def over(self, *others): # these rows, then the others'
+        scales = torch.cat([self.scales, *(x.scales for x in others)], 1).view(torch.float16)
+        return Packed(self.kind, torch.cat([self.q, *(x.q for x in others)]), scales)
+
+    def cut(self, rows): # those rows, a view
+        return Packed(self.kind, self.q[rows], self.scales[:, rows].view(torch.float16))
 
     def steps(self, rows=slice(None))->tuple: # d and m (None: there is none), (n, G)
         scales = self.scales.view(torch.float16)[:, rows].float()
@@ -106,22 +119,25 @@ class Packed(nn.Module):
         w = self.scaled(rows, d)
         return w if m is None else w.unflatten(-1, (-1, GROUP)).add_(m[..., None]).flatten(1)
 
-# %% ../nbs/09_quant.ipynb #9e8c330f
+# %% ../nbs/09_quant.ipynb #bd5bddbe
 def from_blocks(
-    kind:str,  # in `formats`
-    blocks,    # bytes of each row as in a GGUF, (N, G*n_bytes) uint8, a tensor or an array
+    kind:str,       # in `formats`
+    blocks,         # bytes of each row as in a GGUF, (N, G*n_bytes) uint8, a tensor or an array
+    copy:bool=True, # to memory of their own? If not, they are read where they lie
 )->Packed:
     "The same integers, sorted by what they are"
     f, blocks = formats[kind], torch.as_tensor(blocks)
     scales, q = blocks.unflatten(-1, (-1, f.n_bytes)).split([2*f.n_scales, f.bits*GROUP//8], -1)
     if f.bits == 8: q = q.view(torch.int8)
-    return Packed(kind, q.contiguous(), scales.contiguous().view(torch.float16).movedim(-1, 0).contiguous())
+    rows = Packed(kind, q, scales.view(torch.float16).movedim(-1, 0), lent=True)
+    if copy: rows.settle()
+    return rows
 
 def to_blocks(
     packed:Packed,
 ):                 # bytes of each row, (N, G*n_bytes) uint8
     "`from_blocks`, backwards"
-    scales = packed.scales.movedim(0, -1).contiguous().view(torch.uint8)
+    scales = packed.scales.movedim(0, -1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return torch.cat([scales, packed.q.view(torch.uint8)], -1).flatten(1)
 
 def pack_rows(
@@ -153,7 +169,13 @@ class Plain(nn.Module):
     @property
     def shape(self)->tuple: return tuple(self.weight.shape)
 
-    def over(self, other): return Plain(torch.cat([self.weight, other.weight]))
+    def settle(self): pass
+
+    def forget(self): pass
+
+    def over(self, *others): return Plain(torch.cat([self.weight, *(x.weight for x in others)]))
+
+    def cut(self, rows): return Plain(self.weight[rows])
 
     def unpack(self, rows=slice(None)): return self.weight[rows].float()
 
@@ -218,16 +240,40 @@ def plain_product(
     n = max(1, SLICE//rows.shape[1])
     return torch.cat([x @ rows.unpack(slice(i, i + n)).T for i in range(0, rows.shape[0], n)], -1)
 
-# %% ../nbs/09_quant.ipynb #c8dbedc4
+# %% ../nbs/09_quant.ipynb #112eede6
 def stored_rows(
     source,  # see `pagedlm.weights.open_source`
     name,    # of a tensor in it
     kind,    # what to pack it as; None: as stored
+    n=None,  # how many rows it should have
 ):           # `Packed` or `Plain`
     "A tensor of a checkpoint; what no entry of `formats` describes is unpacked"
     packed = source.packed(name)
-    if packed and packed[0] in formats and kind in (None, packed[0]): return from_blocks(*packed)
-    return pack_rows(source.tensor(name), source.dtype if kind is None else kind)
+    if packed and packed[0] in formats and kind in (None, packed[0]):
+        rows = from_blocks(*packed, copy=False)
+        rows.forget = partial(source.forget, name) # for those who have made something else of it
+        return rows
+    kind, pieces = source.dtype if kind is None else kind, getattr(source, "pieces", None)
+    if pieces is None: return pack_rows(source.tensor(name), kind)
+    if kind in formats: return joined([pack_rows(piece, kind) for piece in pieces(name)])
+    return Plain(_gathered(pieces(name), n, kind))
+
+def _gathered(pieces, n, dtype):
+    "Rows that come in pieces, as one tensor, never twice in memory; None: not known how many"
+    first = next(pieces)
+    if n is None or len(first) >= n:
+        rest = [*pieces]
+        return (torch.cat([first, *rest]) if rest else first).to(dtype)
+    whole, at = torch.empty(n, *first.shape[1:], dtype=dtype), len(first)
+    whole[:at] = first
+    for piece in pieces:
+        if at + len(piece) > n: return torch.cat([whole[:at], piece.to(dtype), *pieces]).to(dtype) # an error soon
+        whole[at:at + len(piece)] = piece
+        at += len(piece)
+    return whole[:at]
+
+def joined(parts): # `Packed` or `Plain` ones of one kind
+    return parts[0].over(*parts[1:]) if len(parts) > 1 else parts[0]
 
 class Rows(nn.Module):
     "A matrix in parts, one below the other, each packed in its own way"
@@ -239,24 +285,37 @@ class Rows(nn.Module):
         device=None,
     ):
         super().__init__()
-        self.n_in, self.n_out, self.kind = n_in, n_out, find_kind(kind)
+        self.n_in, self.n_out, self.kind, self.settled = n_in, n_out, find_kind(kind), False
         self.parts = nn.ModuleList()
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
 
     def take_rows(self, source, recipe): # {tensor's name: rows}; `pagedlm.weights.load_into` calls this
-        parts = [stored_rows(source, name, self.kind) for name in recipe]
+        parts = [stored_rows(source, name, self.kind, n) for name, n in recipe.items()]
         for part, (name, n) in zip(parts, recipe.items()):
             if part.shape == (n, self.n_in): continue
             raise ValueError(f"{source.path}: {name} has shape {part.shape}, "
                              f"and by the config it must be {(n, self.n_in)}")
-        self.put(parts)
+        self.parts, self.settled = nn.ModuleList(parts).to(self.like.device), False
 
     def put(self, parts): # `Packed` and `Plain` ones
-        whole = []
-        for part in parts:
-            if whole and whole[-1].kind == part.kind: whole[-1] = whole[-1].over(part)
-            else: whole.append(part)
-        self.parts = nn.ModuleList(whole).to(self.like.device)
+        self.parts = nn.ModuleList(parts).to(self.like.device)
+        self.settle()
+
+    def settle(self): # neighbours of one kind become one part, each in memory of its own
+        parts = [*self.parts]
+        whole = [joined([*same]) for _, same in groupby(parts, lambda part: part.kind)]
+        if len(whole) < len(parts): self.parts = nn.ModuleList(whole)
+        for part in whole: part.settle()
+        for part in parts: part.forget()
+        self.settled = True
+
+    def between(self, start, end): # the parts of these rows
+        found = []
+        for part in self.parts:
+            n = part.shape[0]
+            if start < n and end > 0: found.append(part.cut(slice(max(start, 0), end)))
+            start, end = start - n, end - n
+        return found
 
     def __repr__(self):
         parts = ", ".join(f"{part.shape[0]} rows of {part.kind}" for part in self.parts)
@@ -270,13 +329,20 @@ class QLinear(Rows):
         self.bias = nn.Parameter(empty, requires_grad=False) if bias else None
 
     def forward(self, x): # (…, n_in) -> (…, n_out)
-        flat = x.flatten(0, -2).float()
-        rounded = round_act(flat) if any(isinstance(part, Packed) for part in self.parts) else None
-        ys = [packed_product(part, *rounded) if isinstance(part, Packed) else plain_product(part, flat)
-              for part in self.parts]
-        y = ys[0] if len(ys) == 1 else torch.cat(ys, -1)
+        if not self.settled: self.settle()
+        y = self._product(x.flatten(0, -2).float(), self.parts)
         if self.bias is not None: y = y + self.bias
         return y.to(x.dtype).unflatten(0, x.shape[:-1])
+
+    def times(self, x, start, end): # (n, n_in) -> (n, end - start): some rows alone, for a mixture of experts
+        if not self.settled: self.settle()
+        return self._product(x.float(), self.between(start, end)).to(x.dtype)
+
+    def _product(self, x, parts):
+        rounded = round_act(x) if any(isinstance(part, Packed) for part in parts) else None
+        ys = [packed_product(part, *rounded) if isinstance(part, Packed) else plain_product(part, x)
+              for part in parts]
+        return ys[0] if len(ys) == 1 else torch.cat(ys, -1)
 
 class QEmbedding(Rows):
     "Stands where `Embedding` stands: rows are unpacked when they are looked up"
@@ -328,7 +394,7 @@ def stored_bytes(
     "What its weights take in memory, each counted once"
     return sum(t.nbytes for ts in (model.parameters(), model.buffers()) for t in ts)
 
-# %% ../nbs/09_quant.ipynb #a04eb593
+# %% ../nbs/09_quant.ipynb #e622dd5f
 def packed_transformer(
     config,       # a `ModelConfig`
     kind=None,    # a name in `kinds`; None: as stored
@@ -350,9 +416,12 @@ def load_packed(
     **kw,         # for `Transformer`: ops
 )->tuple:         # (`Transformer`, `Tokenizer`)
     "A checkpoint whose matrices stay packed, ready to run"
-    find_kind(kind)
+    kept, source = find_kind(kind), open_source(path)
     build = partial(packed_transformer, kind=kind)
-    model, tokenizer = load_model(path, dtype, device, build=build, **kw)
+    model, tokenizer = load_model(source, dtype, device, build=build, **kw)
+    odd = getattr(source, "kinds", set()) - formats.keys()
+    if odd and kept is None: logging.getLogger(__name__).warning(
+        "%s: %s have no product of their own here: unpacked to %s", source.path, ", ".join(sorted(odd)), source.dtype)
     return tie(model), tokenizer
 
 # %% ../nbs/09_quant.ipynb #b11b32a8

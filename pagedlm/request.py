@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Status', 'Score', 'Request', 'Admit', 'Work', 'Plan', 'Told']
 
-# %% ../nbs/20_request.ipynb #51162aa3
+# %% ../nbs/20_request.ipynb #d1c3dfc5
 from enum import Enum
 from math import inf
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Score(NamedTuple):
     top_ids:list        # the likeliest, as many as were asked for
     top_logprobs:list
 
-# %% ../nbs/20_request.ipynb #5657e257
+# %% ../nbs/20_request.ipynb #3e49067b
 class Request:
     "One prompt on its way to an answer. Read by everyone, changed only by the scheduler"
     def __init__(self,
@@ -41,6 +41,7 @@ class Request:
         salt=None,              # shares cached blocks only with requests of the same salt
         seed:int=0,             # for the noise, when `params.seed` is None
         watch=None,             # new ids -> a reason to stop, or None
+        keys=(),                # names of its first full blocks, if known without the ids
     ):
         self.id, self.params, self.arrival, self.priority = id, params, arrival, priority
         self.salt, self.watch = salt, watch
@@ -51,7 +52,7 @@ class Request:
         self.scores = None if params.logprobs is None else []               # of its output, `Score`s
         self.prompt_scores = None if params.prompt_logprobs is None else [] # of its prompt, but the first
         self.seed = seed if params.seed is None else params.seed
-        self.keys = []                 # names of its full blocks, made on demand
+        self.keys = list(keys)         # names of its full blocks, made on demand
         self.n_computed = 0            # tokens whose K and V are in the cache
         self.n_planned = 0             # the same when all steps that are under way are done
         self.n_cached = None           # how many of them the prefix cache gave at first admission

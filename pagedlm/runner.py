@@ -194,7 +194,7 @@ def _placed(cuts, x): # the same cuts, with the arrays' places on the device
     def put(key, i, cut): return cut._replace(tiles=x[key, i, "tiles"], merges=x[key, i, "merges"])
     return {key: [put(key, i, cut) for i, cut in enumerate(some)] for key, some in cuts.items()} or None
 
-# %% ../nbs/23_runner.ipynb #620a2c21
+# %% ../nbs/23_runner.ipynb #a7a1383f
 class Runner:
     "Plan -> tensors -> ids: any model, any device, any back-end"
     def __init__(self,
@@ -210,11 +210,13 @@ class Runner:
     ):
         self.model, self.backend, self.block_size = model, backend, block_size
         self.cache = backend.new_cache(model.config, n_blocks, block_size, model.dtype, model.device)
-        self.rows = Rows(max_num_seqs, min(n_blocks, cdiv(max_model_len, block_size)))
+        width = cdiv(max_model_len, block_size) # of a table; longer than the pool only if blocks can go back
+        self.rows = Rows(max_num_seqs, min(n_blocks, width) if model.config.window is None else width)
         sizes = max_num_seqs, model.config.vocab_size, max_model_len
         self.chooser = Chooser(*sizes, model.device, sample, **kw)
         self.last = self.chooser.heard.last # (rows,)
         self.wire = wire or (Direct() if model.device.type == "cpu" else Pinned(model.device))
+        self.watch = None # called with the hidden vectors of each step, and its works
         self.cut = getattr(backend, "plan", None)
 
     @torch.inference_mode()
@@ -252,8 +254,12 @@ class Runner:
 
     def logits(self, hidden): return self.model.logits(hidden)
 
+    def vectors(self, hidden): # after the last norm
+        return hidden
+
     def choose(self, hidden, batch, works):
         "Only rows that want an id go through the output head, and prompts that somebody asks about"
+        if self.watch: self.watch(hidden, works)
         ids, scored = batch.rows.long(), None # nobody's
         if len(ids):
             wanted = works if len(ids) == len(works) else [w for w in works if w.sample]

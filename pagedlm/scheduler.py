@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['fcfs', 'priority', 'shortest_first', 'prefill_first', 'policies', 'Policy', 'Queue', 'Rows', 'Scheduler']
 
-# %% ../nbs/21_scheduler.ipynb #d1f21c8e
+# %% ../nbs/21_scheduler.ipynb #3592dd3d
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 from .core import no_emit
-from .blocks import BlockManager
+from .blocks import BlockManager, real
 from .request import Admit, Plan, Request, Status, Told, Work
 
 # %% ../nbs/21_scheduler.ipynb #9e04f19e
@@ -115,7 +116,7 @@ class Rows:
         gone, self._gone = self._gone, []
         return Plan(sorted(admitted, key=lambda a: a.row), list(works.values()), gone)
 
-# %% ../nbs/21_scheduler.ipynb #4d60156d
+# %% ../nbs/21_scheduler.ipynb #59f21438
 _work = partial(tuple.__new__, Work) # `Work(*fields)` in half the time
 
 class Scheduler:
@@ -142,6 +143,7 @@ class Scheduler:
         self.under_way = deque() # steps planned, but not taken in: (plan, its rows' requests), oldest first
 
     def _check_sizes(self):
+        if self.max_model_len == inf: raise ValueError("max_model_len=None, but this pool holds any length")
         for name in ("max_num_seqs", "max_model_len", "max_chunk", "max_pause"):
             if (n := getattr(self, name)) < 1: raise ValueError(f"{name}={n}, but it must be at least 1")
         if (n := self.max_num_batched_tokens) < self.max_num_seqs:
@@ -221,7 +223,7 @@ class Scheduler:
         if self._fits(r): return False
         below = sorted((x for x in self.running.values() if self.policy.ousts(r, x)), key=self.policy.victim)
         tables = self.manager.tables
-        n_free = self.manager.pool.n_free + sum(len(tables[x.id]) for x in below)
+        n_free = self.manager.pool.n_free + sum(len(real(tables[x.id])) for x in below)
         if not below or self.manager.n_blocks(len(r.tokens)) > n_free: return False
         for victim in below:
             self._preempt(victim)
@@ -264,7 +266,7 @@ class Scheduler:
             owed += self._lacks(r)
         return left
 
-    def _lacks(self, r)->int: return self.manager.missing(r, r.n_known)
+    def _lacks(self, r)->int: return self.manager.lacking(self.manager.tables[r.id], r.n_known)
 
     def _plan(self, works, r, n, new, last)->int:
         start = r.n_planned

@@ -220,7 +220,7 @@ def _compile(template):
     env.globals.update(raise_exception=raise_exception, strftime_now=lambda f: datetime.now().strftime(f))
     return env.from_string(template)
 
-# %% ../nbs/01_tokenizer.ipynb #1adc033f
+# %% ../nbs/01_tokenizer.ipynb #a5b0fcac
 def render_chat(
     template:str,                     # jinja2 source
     messages:list,                    # [{"role": …, "content": …}, …]
@@ -230,6 +230,7 @@ def render_chat(
     "A conversation as one text"
     messages = [_message(m) for m in messages] if isinstance(messages, (list, tuple)) else None
     if not messages: raise ValueError("messages must be a list of at least one message")
+    if not _READS_PARTS.search(template): messages = [_without_parts(m) for m in messages]
     given = dict(tools=None, documents=None, messages=messages, add_generation_prompt=add_generation_prompt)
     try: return _compile(template).render(**given | kw)
     except Exception as e: raise ValueError(f"the chat template failed: {e}") from e
@@ -242,6 +243,17 @@ def _message(m):
     if not isinstance(m.get("content", [] if "tool_calls" in m else None), (str, list)):
         raise ValueError(f"a message's content must be a string or a list of parts: {m!r}")
     return m
+
+_READS_PARTS = re.compile(r"""{%-?\s*for\s+\w+\s+in\s+(\w+\.|\w+\[['"])?\w*content\b""")
+
+def _without_parts(m):
+    "Content in parts as one text, a line for each: for templates that expect a string"
+    parts = m.get("content")
+    if not isinstance(parts, list): return m
+    texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(t, str) for t in texts):
+        raise ValueError(f"this chat template reads only text, but the content is {parts!r:.80}")
+    return m | dict(content="\n".join(texts))
 
 # %% ../nbs/01_tokenizer.ipynb #85034563
 class StreamDecoder:

@@ -10,7 +10,7 @@ from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 
-from pagedlm.blocks import BlockManager, BlockPool
+from pagedlm.blocks import BlockManager, BlockPool, WindowManager, real
 from pagedlm.core import EVENTS, ManualClock, SamplingParams, cdiv
 from pagedlm.engine import Engine
 from pagedlm.request import Request, Status
@@ -20,32 +20,33 @@ EOS = 0                            # of the arithmetic model; it says 0 … 6
 IDS = 1, 2, 3, 257, 258, 2**32 + 1  # what its prompts are made of
 
 
-# ---- the arithmetic model: like K and V, what it keeps of a token depends on the token and on all before it
+# ---- the arithmetic model: like K and V, what it keeps of a token depends on the token and on all before it,
+# or on a window of them, itself included
 
-def remember(before, id):
+def remember(before, id, window=None):
     "What it keeps of `id`, coming after tokens of which it kept `before`"
-    return hash((id, *before))
+    return hash((id, *(before if window is None else before[max(0, len(before) - window + 1):])))
 
 
-def predict(kept):
+def predict(kept, window=None):
     "The next id, from what it kept of all tokens"
-    return hash(tuple(kept)) % 7
+    return hash(tuple(kept if window is None else kept[-window:])) % 7
 
 
-def remember_all(tokens, kept=()):
+def remember_all(tokens, kept=(), window=None):
     "What it keeps of each of `tokens`, of which the first were done before"
     kept = list(kept)
     for id in tokens[len(kept):]:
-        kept.append(remember(kept, id))
+        kept.append(remember(kept, id, window))
     return kept
 
 
-def answer(prompt, params, limit):
+def answer(prompt, params, limit, window=None):
     "The oracle: ids and finish reason for one prompt, with no engine at all"
-    kept, ids = remember_all(prompt), []
+    kept, ids = remember_all(prompt, window=window), []
     while True:
-        ids.append(predict(kept))
-        kept.append(remember(kept, ids[-1]))
+        ids.append(predict(kept, window))
+        kept.append(remember(kept, ids[-1], window))
         if ids[-1] == EOS and not params.ignore_eos:
             return ids, "stop"
         if len(ids) == params.max_tokens or len(kept) >= limit:
@@ -54,8 +55,8 @@ def answer(prompt, params, limit):
 
 class FakeRunner:
     "Runs plans on the arithmetic model. Its memory is addressed by slot; reading what nobody wrote is a KeyError"
-    def __init__(self, block_size):
-        self.block_size, self.memory, self.rows = block_size, {}, Rows()
+    def __init__(self, block_size, window=None):
+        self.block_size, self.window, self.memory, self.rows = block_size, window, {}, Rows()
 
     def __call__(self, plan):
         for row in plan.gone:
@@ -68,13 +69,13 @@ class FakeRunner:
     def work(self, w):
         table, last = self.rows[w.row]
         table += w.new_blocks
-        slots = self.slots(table, w.start + w.n)
-        kept = [self.memory[s] for s in slots[:w.start]]
+        slots, seen = self.slots(table, w.start + w.n), max(0, w.start + 1 - (self.window or w.start + 1))
+        kept = [self.memory[s] for s in slots[seen:w.start]]
         for slot, id in zip(slots[w.start:], [last] if w.ids is None else w.ids, strict=True):
-            self.memory[slot] = remember(kept, id)
+            self.memory[slot] = remember(kept, id, self.window)
             kept.append(self.memory[slot])
         if w.sample:
-            self.rows[w.row][1] = predict(kept)
+            self.rows[w.row][1] = predict(kept, self.window)
         return self.rows[w.row][1]
 
     def slots(self, table, n):
@@ -94,14 +95,16 @@ class Trouble(Exception):
 
 class World:
     "An engine, its clock, its events, its plans, and the requests it was given; checked before and after every step"
-    def __init__(self, n_blocks=11, block_size=4, caching=True, run=None, ahead=0, **scheduling):
-        self.events, self.plans, self.requests, self.names = [], [], [], count()
+    def __init__(self, n_blocks=11, block_size=4, caching=True, run=None, ahead=0, window=None, **scheduling):
+        self.window, self.events, self.plans, self.requests, self.names = window, [], [], [], count()
         self.since, self.trouble, self.exact = 0, None, True
         self.kept, self.means = {}, {}  # request -> what the model keeps of its tokens; key -> the same of one block
-        self.manager = BlockManager(BlockPool(n_blocks, self.emit), block_size, caching)
         scheduling = dict(max_num_seqs=4, max_num_batched_tokens=16) | scheduling
+        pool, chunk = BlockPool(n_blocks, self.emit), scheduling.get("max_chunk") or scheduling["max_num_batched_tokens"]
+        self.manager = (BlockManager(pool, block_size, caching) if window is None
+                        else WindowManager(pool, block_size, window, chunk*(1 + ahead), caching))
         self.scheduler = Scheduler(self.manager, emit=self.emit, **scheduling)
-        self.runner = run(self.scheduler) if run else FakeRunner(block_size)
+        self.runner = run(self.scheduler) if run else FakeRunner(block_size, window)
         self.engine = Engine(self.scheduler, self.run, ManualClock(), self.emit, ahead)
 
     def emit(self, name, **fields):
@@ -161,7 +164,7 @@ class World:
 
     def expected(self, request):
         "Ids and finish reason that `request` must end with"
-        return answer(request.tokens[:request.n_prompt], request.params, self.scheduler.limit)
+        return answer(request.tokens[:request.n_prompt], request.params, self.scheduler.limit, self.window)
 
     def counts(self):
         return Counter(name for name, _ in self.events)
@@ -174,7 +177,7 @@ class World:
         happened = {name for name, _ in self.events[self.since:]}
         if "admit" in happened:
             assert "preempt" not in happened, "a step that preempted admitted"
-            lacks = sum(self.manager.missing(r, max(len(r.tokens), r.n_planned)) for r in s.running.values())
+            lacks = sum(self.manager.lacking(self.manager.tables[r.id], max(len(r.tokens), r.n_planned)) for r in s.running.values())
             assert lacks <= self.manager.pool.n_free, "admitted what does not fit beside the others"
         for w in plan.works:
             r = s.by_row[w.row]
@@ -195,8 +198,8 @@ class World:
     def check(self):
         m, s = self.manager, self.scheduler
         m.check()
-        used = {b for table in m.tables.values() for b in table}
-        assert 0 not in used and len(used) + m.pool.n_free + 1 == m.pool.n_blocks
+        used = {b for table in m.tables.values() for b in real(table)}
+        assert len(used) + m.pool.n_free + 1 == m.pool.n_blocks
         assert set(m.tables) == set(s.running) and len(s.running) <= s.max_num_seqs
         assert all(r.row is None and not r.n_computed and not r.n_planned for r in s.waiting)
         assert m.caching or not m.pool.named
@@ -205,6 +208,8 @@ class World:
             table, full = m.tables[r.id], r.n_computed//m.block_size
             assert s.by_row[r.row] is r and r.status is Status.RUNNING
             assert all(m.pool.refs[b] == 1 for b in table[full:]), "others read a block that is still written"
+            first = 0 if self.window is None else m.n_behind(r.n_computed)
+            assert all(table[first:]), "a block is gone that a token will read"
             if self.exact:
                 assert len(table) == cdiv(r.n_planned, m.block_size)
         if isinstance(self.runner, FakeRunner):
@@ -214,7 +219,7 @@ class World:
         "Each named block holds what its name says, and its readers have the salt of its writer"
         B, memory = self.manager.block_size, self.runner.memory
         for r in self.requests:
-            kept = self.kept[r] = remember_all(r.tokens, self.kept.get(r, ()))
+            kept = self.kept[r] = remember_all(r.tokens, self.kept.get(r, ()), self.window)
             for i, key in enumerate(r.keys):
                 means = self.means.setdefault(key, (r.salt, kept[i*B:(i + 1)*B]))
                 assert means == (r.salt, kept[i*B:(i + 1)*B]), "one name for two contents"

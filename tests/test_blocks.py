@@ -1,10 +1,14 @@
 """Pool and manager under random operations, and stories short enough to draw"""
+from random import Random
+
 import pytest
+from common import mutant
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test)
 
-from pagedlm.blocks import BlockManager, BlockPool, chain_keys
+from pagedlm import blocks
+from pagedlm.blocks import LRU, BlockManager, BlockPool, ByKey, chain_keys, orders
 from pagedlm.core import cdiv
 
 
@@ -17,13 +21,16 @@ class Sequence:
         return self.salt, *self.tokens[:n]
 
 
+class ByChance(ByKey):
+    def key(self, block): return hash((block, next(self.clock))) % 1000 - 500
+
+
 class Machine(RuleBasedStateMachine):
     "Random operations next to a memory that remembers, for each slot, after which prefix it was written"
     @initialize(n_blocks=st.integers(2, 9), block_size=st.integers(1, 3), caching=st.sampled_from([True, True, False]),
-                newest=st.booleans())
-    def start(self, n_blocks, block_size, caching, newest):
-        evict = dict(evict=lambda pool: next(reversed(pool.free))) if newest else {}
-        self.manager = BlockManager(BlockPool(n_blocks, **evict), block_size, caching)
+                order=st.sampled_from([LRU, LRU, *orders.values(), ByChance]))
+    def start(self, n_blocks, block_size, caching, order):
+        self.manager = BlockManager(BlockPool(n_blocks, order=order), block_size, caching)
         self.live, self.memory, self.n = {}, {}, 0
 
     def one(self, data):
@@ -201,10 +208,82 @@ def test_salts_do_not_share(manager):
     assert manager.match(Sequence("d", range(9), "x")) == [1, 2]
 
 
-def test_eviction_order_is_a_parameter():
-    manager = BlockManager(BlockPool(11, evict=lambda pool: max(pool.free)), 4)
-    computed(manager, "a", range(9))
-    assert manager.tables["a"] == [10, 9, 8]
+# ---- who is evicted
+
+@pytest.mark.parametrize("name", [*orders, "by chance"])
+def test_the_order_is_respected(name):
+    "Whatever is handed out is the first of all free: what has no name, then the smallest key, then what is free longest"
+    class Told(ByKey):
+        key = ByChance.key
+    rnd, pool = Random(0), BlockPool(30, order=orders.get(name, Told))
+    found, born = [0]*30, [0]*30
+    keys = dict(fifo=lambda b: born[b], lfu=lambda b: found[b])
+    key = keys.get(name, lambda b: pool.free[b][1] if name == "by chance" else 0)
+    since, held, n_evicted = {b: -b for b in range(1, 30)}, [], 0  # free block -> when it came back
+    for now in range(4000):
+        if held and rnd.random() < .5:
+            given = held.pop(rnd.randrange(len(held)))
+            pool.give_back(given)
+            back = [b for b in (given if name == "head_first" else given[::-1]) if not pool.refs[b]]
+            since |= {b: now + i/100 for i, b in enumerate(back)}
+        elif (named := [*pool.named.values()]) and rnd.random() < .4:
+            held.append(rnd.sample(named, min(len(named), rnd.randint(1, 4))))
+            pool.share(held[-1])
+            for b in held[-1]:
+                found[b] += 1
+        elif pool.n_free:
+            line = sorted(pool.free, key=lambda b: (True, key(b), since[b]) if pool.keys[b] else (False, -since[b], 0))
+            n = rnd.randint(1, min(3, len(line)))
+            n_evicted += sum(pool.keys[b] is not None for b in line[:n])
+            held.append(pool.take(n))
+            assert held[-1] == line[:n]
+            for i, b in enumerate(held[-1]):
+                found[b], born[b] = 0, now + i/100
+                if rnd.random() < .8:
+                    pool.name(b, bytes([now % 256, now//256, i]))
+        pool.check()
+    assert n_evicted > 300
+
+
+def test_a_key_costs_what_a_heap_costs():
+    "Blocks that are found again and again leave their entries behind, but not for ever"
+    pool = BlockPool(1001, order=orders["lfu"])
+    all = pool.take(1000)
+    for b in all:
+        pool.name(b, b.to_bytes(2, "big"))
+    pool.give_back(all)
+    for _ in range(20):
+        pool.share(all)
+        pool.give_back(all)
+        assert len(pool.free.heap) <= 2*len(pool.free) + 16
+    assert [pool.take(1)[0] for _ in range(1000)] == all[::-1] and not pool.n_free and pool.take(1) is None
+
+
+def test_orders_in_a_story():
+    "A, B, A again, C: which blocks go first? Each has two named blocks and a third that is not full"
+    lines = {}
+    for name in orders:
+        m = BlockManager(BlockPool(11, order=orders[name]), 4)
+        for id, start in ("a", 0), ("b", 100), ("a", 0), ("c", 200):
+            m.release(computed(m, id, range(start, start + 9)))
+        lines[name] = m.pool.take(10)[4:]
+    assert lines == dict(lru=[4, 3, 2, 1, 6, 5], head_first=[3, 4, 1, 2, 5, 6], fifo=[1, 2, 3, 4, 5, 6], lfu=[4, 3, 6, 5, 2, 1])
+
+
+@pytest.mark.parametrize("old,new", [
+    ("is not entry: pass", "is not entry: break"), ("(False, -now, 0, b)", "(False, now, 0, b)"), ("(True, self.key(b), now,", "(True, self.key(b), -now,"),
+    ("(True, self.key(b)", "(False, self.key(b)"), ("2*len(self) + 16", "9**9"), ("next(self.clock), 0", "next(self.clock), self.n_found[b]"),
+    ("self.n_found[b] += 1", "pass"), ("reversed(blocks) if self.free.tail_first else blocks", "reversed(blocks)"),
+    ("self.born[b], self.n_found[b] =", "_, self.n_found[b] ="), ("if keys[b] is None: self.move", "if keys[b]: self.move")])
+def test_these_tests_see_mistakes(old, new, tmp_path, monkeypatch):
+    changed = mutant(blocks, old, new, tmp_path/"changed.py")
+    for name in "BlockManager", "BlockPool", "ByKey", "orders":
+        monkeypatch.setitem(globals(), name, getattr(changed, name))
+    with pytest.raises((AssertionError, IndexError, KeyError)):
+        for name in (*orders, "by chance"):
+            test_the_order_is_respected(name)
+        test_a_key_costs_what_a_heap_costs()
+        test_orders_in_a_story()
 
 
 def test_too_small():

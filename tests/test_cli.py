@@ -40,9 +40,12 @@ def test_demo_answers_three_questions_and_shows_what_happened():
     assert max(map(len, done.stdout.splitlines()[-20:])) <= 100
 
 
-def test_several_prompts_as_json():
-    done = pagedlm("generate", "--json", "--max-tokens", "4", "The capital of France is", "Water boils at")
+def test_several_prompts_as_json(tmp_path):
+    trace = tmp_path/"trace.json"
+    done = pagedlm("generate", "--json", "--max-tokens", "4", "--trace", trace, "The capital of France is", "Water boils at")
     assert done.returncode == 0, done.stderr
+    steps = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == 1]
+    assert [e["args"]["step"] for e in steps] == [0, 1, 2, 3]
     *answers, account = map(json.loads, done.stdout.splitlines())
     assert sorted(a["number"] for a in answers) == [0, 1]
     assert all(a["finished"] and len(a["outputs"][0]["token_ids"]) == 4 for a in answers)
@@ -54,6 +57,7 @@ def test_several_prompts_as_json():
 @pytest.mark.parametrize("args, says", [
     (["generate", "x", "--temperature", "-1"], "temperature"), (["generate", "x", "--max-tokens", "0"], "max_tokens"),
     (["generate", "x", "--model", "not/there"], "not/there"), (["generate", ""], "0 tokens"),
+    (["generate", "x", "--trace", "no/folder/t.json"], "no/folder"), (["generate", "x", "--json-schema", "no.json"], "no.json"),
     (["generate", "x", "--dtype", "float8"], "float8"), (["generate", "x", "--device", "abacus"], "abacus")], ids=str)
 def test_errors_are_one_line_and_a_status(args, says):
     done = pagedlm(*args)

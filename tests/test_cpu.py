@@ -347,7 +347,7 @@ def test_a_wait_for_a_stray_counter_ends():
     k = checked()
     counter = k.aligned(32, np.int32)
     k.watch([np.zeros(4)])
-    k.settle(counter.ctypes.data, 1, 0)
+    k.settle(counter.ctypes.data, 0, 1, 0, 0)
     with pytest.raises(IndexError):
         k.check_fault()
     with pytest.raises(ValueError, match="2000 arrays"):
@@ -565,16 +565,16 @@ def test_teams_end_and_leave_no_thread():
 def test_counters_share_everything_once():
     "Every panel is done once, whoever is slow"
     from numba import njit
-    claim, finish, settle, fetch_add = cpu.claim, cpu.finish, cpu.settle, cpu.fetch_add
+    claim, settle, fetch_add = cpu.claim, cpu.settle, cpu.fetch_add
 
     @njit(nogil=True)
     def work(tid, counters, done, n, size):
-        i = claim(counters, size)
+        i, mine = claim(counters, size), 0
         while i < n:
             for j in range(i, min(n, i + size)):
                 fetch_add(done + 4*j, np.int32(1))
-            i = finish(counters, i, size, n)
-        return settle(counters, n, 0)
+            i, mine = claim(counters, size), mine + min(size, n - i)
+        return settle(counters, mine, n, 0, 0)
 
     team, done = cpu.Team(4), np.zeros(1000, np.int32)
     for size in (1, 7, 64, 2000):

@@ -239,8 +239,8 @@ def test_sizes_and_types_that_would_go_wrong():
     for dtype in torch.float64, torch.float16:
         with pytest.raises(ValueError, match=f"dtype={dtype}, but the cpu back-end takes"):
             backend.new_cache(config, 4, 4, dtype)
-    with pytest.raises(ValueError, match="dtype=torch.int8, but the CPU kernels keep"):
-        load_backend("cpu", kv_dtype=torch.int8).new_cache(config, 4, 4, torch.float32)
+    with pytest.raises(ValueError, match="dtype=torch.float16, but the CPU kernels keep"):
+        load_backend("cpu", kv_dtype=torch.float16).new_cache(config, 4, 4, torch.float32)
     with pytest.raises(ValueError, match="device=meta, but"):
         backend.new_cache(config, 4, 4, torch.float32, "meta")
     with pytest.raises(ValueError, match="n_blocks=1, but"):

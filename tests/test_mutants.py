@@ -11,17 +11,17 @@ import pytest
 MODULES = "__init__", "core", "blocks", "request", "scheduler", "engine"
 MUTANTS = {  # what is wrong: (module, a piece of its source, what to put there)
     "a hit leaves no token to compute": (
-        "blocks", "(len(request.tokens) - 1)//", "len(request.tokens)//"),
+        "blocks", "(len(request.tokens) - 1)//self", "len(request.tokens)//self"),
     "admission forgets that hits leave the free list": (
         "blocks", "n_new + n_revived + reserved", "n_new + reserved"),
     "admission forgets what is owed to others": (
         "blocks", "n_new + n_revived + reserved", "n_new + n_revived"),
-    "a shared block stays on the free list": ("blocks", "self.free.pop(b, None)", "pass"),
+    "a shared block stays on the free list": ("blocks", "for b in blocks: self.pop(b, None)", "pass"),
     "a reader more is not counted": ("blocks", "self.refs[b] += 1", "pass"),
-    "free while others read": ("blocks", "if self.refs[b]: continue", "pass"),
+    "free while others read": ("blocks", "if not self.refs[b]: left.append(b)", "left.append(b)"),
     "a block keeps its name when it is used anew": (
-        "blocks", "if self.keys[block] is not None:", "if False:"),
-    "a name moves to the block that got it last": ("blocks", "if key not in self.named: ", ""),
+        "blocks", "if self.keys[b] is not None: self._evict(b)", "pass"),
+    "a name moves to the block that got it last": ("blocks", "if key in self.named: return", "pass"),
     "a name forgets what came before": (
         "blocks", "blake2b(before + ids.tobytes()", "blake2b(ids.tobytes()"),
     "a name keeps 32 bits of an id": (

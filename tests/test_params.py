@@ -2,6 +2,7 @@
 import json
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from test_llm import ask, empty, tiny
 
 from pagedlm import LLM, SamplingParams
 from pagedlm.core import RequestOutputKind, StructuredOutputsParams
-from pagedlm.llm import Logprob, find_stop, n_held
+from pagedlm.llm import Logprob, find_stop, live_stops, n_held
 from pagedlm.model import tiny_config, tiny_model
 from pagedlm.tokenizer import ByteTokenizer
 
@@ -117,7 +118,32 @@ def test_stops_at_random(seed):
         assert got[:3] == (want, "length" if found is None else "stop", found and found[2])
         shown = ["".join(pieces[:i + 1]) for i in range(len(got[4]))]
         if not keep:  # a stream holds back exactly what may become a stop string
-            assert all(g == s[:len(s) - n_held(s, stops)] for g, s in zip(got[4][:-1], shown))
+            assert all(g == s[:len(s) - n_held(s, live_stops(stops))] for g, s in zip(got[4][:-1], shown))
+
+
+def held_by_brute_force(text, stops):
+    "What must wait: characters that some continuation would take away, tried out"
+    def end(text):
+        found = next((f for i in range(1, len(text) + 1) if (f := find_stop(text[:i], 1, stops))), None)
+        return len(text) if found is None else found[0]
+    longest = max(map(len, stops)) - 1
+    continued = ("".join(c) for n in range(longest + 1) for c in product("ab", repeat=n))
+    return len(text) - min(end(text + c) for c in continued if True)
+
+
+def test_a_stream_waits_exactly_as_long_as_it_must():
+    "Every text of up to 6 letters with each of 60 sets of stop strings, against every way to go on"
+    rnd, n_held_back = random.Random(0), 0
+    for _ in range(60):
+        stops = ["".join(rnd.choices("ab", k=rnd.randint(1, 4))) for _ in range(rnd.randint(1, 3))]
+        for n in range(1, 7):
+            for text in map("".join, product("ab", repeat=n)):
+                if any(s in text for s in stops):
+                    continue
+                held = n_held(text, live_stops(stops))
+                assert held == held_by_brute_force(text, stops), (text, stops)
+                n_held_back += held > 0
+    assert n_held_back > 500
 
 
 # ---- text on and off
@@ -289,7 +315,7 @@ def test_bad_words_of_the_default_model(default_pair):
 @pytest.mark.parametrize("params,match", [
     (dict(logit_bias={258: 1}), "logit_bias: token id 258"), (dict(allowed_token_ids=[258]), "allowed_token_ids: token id 258"),
     (dict(stop_token_ids=[258]), "stop_token_ids: token id 258"),
-    (dict(structured_outputs=StructuredOutputsParams(regex="a+")), "structured_outputs"),
+    (dict(structured_outputs=StructuredOutputsParams(regex="(a")), "structured_outputs"),
     (dict(min_tokens=2, allowed_token_ids=[257]), "all of allowed_token_ids")], ids=str)
 def test_what_cannot_be_asked_of_this_model(params, match):
     "Case 29: and the others in the batch are not disturbed"

@@ -314,9 +314,9 @@ class Shelf:
     path, meta, dtype = "shelf", dict(architectures=["LlamaForCausalLM"]), torch.float32
 
     def __init__(self, model):
-        from pagedlm.families import llama_tensors
+        from pagedlm.families import LLAMA
         self.tensors = {}
-        for ours, recipe in llama_tensors(model.config).items():
+        for ours, recipe in LLAMA.tensors(model.config).items():
             self.tensors |= dict(zip(recipe, model.get_parameter(ours).split(list(recipe.values()))))
 
     def names(self):
@@ -336,8 +336,11 @@ def test_default_model_as_stored(default_pair):
     assert stored_bytes(model) == sum(t.data.nbytes for t in source.tensors.values())
     assert model.blocks[7].attn.qkv.parts[0].kind == "Q4_1" and model.embed.parts[0].kind == "Q8_0"
     for name in ("embed", "blocks.0.attn.qkv", "blocks.29.attn.out", "blocks.3.mlp.gate_up", "blocks.4.mlp.down"):
-        (part,) = model.get_submodule(name).parts
-        assert torch.equal(part.unpack(), plain.get_submodule(name).weight)
+        place = model.get_submodule(name)
+        as_found = torch.cat([part.unpack() for part in place.parts])
+        place.settle()
+        (part,) = place.parts
+        assert torch.equal(as_found, part.unpack()) and torch.equal(part.unpack(), plain.get_submodule(name).weight)
     from test_default_model import TEXT
     ids = torch.tensor(tokenizer.encode(TEXT)[:200])
     with torch.inference_mode():

@@ -1,7 +1,10 @@
 "Random ids and texts through every kind of tokenizer: a stream is `decode`, and `decode` is the library's."
+import json
+from random import Random
+
 import pytest
 from hypothesis import given, settings, strategies as st
-from tokenizers import Tokenizer as Inner, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Inner, decoders, models, normalizers, pre_tokenizers, trainers
 
 from pagedlm.tokenizer import ByteTokenizer, StreamDecoder, Tokenizer, byte_chars
 
@@ -14,9 +17,9 @@ def byte_level():
     inner.decoder = decoders.ByteLevel()
     return inner
 
-def sentencepiece(*decoder):
-    vocab = {t: i for i, t in enumerate(["<unk>", *[f"<0x{b:02X}>" for b in range(256)], *WORDS])}
-    inner = Inner(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+def sentencepiece(*decoder, pieces=WORDS, merges=()):
+    vocab = {t: i for i, t in enumerate(["<unk>", *[f"<0x{b:02X}>" for b in range(256)], *pieces])}
+    inner = Inner(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
                                        *decoder])
@@ -93,3 +96,59 @@ def test_any_bytes_in_any_pieces(data, cuts):
     d, cuts = StreamDecoder(ByteTokenizer()), [0, *sorted(cuts), 40]
     shown = [d.push(data[a:b]) for a, b in zip(cuts, cuts[1:])]
     assert "".join(shown) + d.finish() == data.decode(errors="replace")
+
+
+# ---- two thousand texts, whole and from any place on
+
+PIECES = ["the ", "x", "  ", "\n", "é", "e\u0301", "a\u0308\u0323", "ñ", "日本", "語", "한국", "한", "שלום", "العربية ", "\u200f", "हिन्दी", "ไทย",
+          "🙂", "👨‍👩‍👧‍👦", "👍🏽", "🏳️‍🌈", "🇮🇹", "1️⃣", "\u200d", "\ufe0f", "\U0010ffff", "\ufffd", "𝔘", "ﬁ", "\x00", "\u00a0"]
+
+
+def texts(n=2000):
+    "Emoji of several characters, CJK, marks that combine, right-to-left, all of Unicode"
+    rnd = Random(0)
+    for _ in range(n):
+        anything = [chr(c) for c in (rnd.randrange(0x110000) for _ in range(3)) if not 0xd800 <= c < 0xe000]
+        yield "".join(rnd.choices(PIECES + anything, k=rnd.randint(1, 9)))
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    "Tokenizers with merges, which cut characters wherever they like"
+    some, found = [*texts(400)], {}
+    byte_pairs, pairs = byte_level(), sentencepiece()
+    byte_pairs.train_from_iterator(some, trainers.BpeTrainer(vocab_size=500, initial_alphabet=[*byte_chars()], show_progress=False))
+    pairs.train_from_iterator(some, trainers.BpeTrainer(vocab_size=300, limit_alphabet=40, show_progress=False))
+    model = json.loads(pairs.to_str())["model"]
+    llama = sentencepiece(decoders.Strip(" ", 1, 0), pieces=[*model["vocab"]], merges=[*map(tuple, model["merges"])])
+    for name, inner in dict(byte_level=byte_pairs, llama=llama).items():
+        file = tmp_path_factory.mktemp(name)/"tokenizer.json"
+        inner.save(str(file))
+        found[name] = Tokenizer(file)
+    return found
+
+
+def streamed(tok, ids, rnd=None):
+    d, shown = StreamDecoder(tok), []
+    while ids:
+        k = rnd.randint(1, 3) if rnd else 1
+        shown.append(d.push(ids[:k]))
+        ids = ids[k:]
+    return "".join(shown) + d.finish()
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama"])
+def test_two_thousand_texts(learned, name):
+    "A stream is the decode of the whole, from the first id or from any other: a prompt may end inside a character"
+    tok, rnd, n_inside, n_merged = learned[name], Random(1), 0, 0
+    for i, text in enumerate(texts()):
+        if name == "llama": text = text.replace("▁", "_")
+        ids = tok.encode(text, add_special_tokens=False)
+        assert streamed(tok, ids, rnd) == tok.decode(ids) == text
+        n_merged += len(ids) < len(text.encode())
+        for k in range(1, len(ids)):
+            rest, inside = ids[k:], 0x80 <= tok.piece(ids[k])[0] < 0xc0
+            if rnd.random() < (1 if i < 150 else .03) and (inside or i % 4 == 0):  # all places in some, some in all
+                n_inside += inside
+                assert streamed(tok, rest) == tok.decode(rest)
+    assert n_inside > 100 and n_merged > 1000, (n_inside, n_merged)

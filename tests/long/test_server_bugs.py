@@ -1,0 +1,47 @@
+"Would tests/test_server.py notice? Planted bugs, each in a copy of the package; seconds each, so `make long` runs it"
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openai")
+ROOT = Path(__file__).parent.parent.parent
+BUGS = {  # what is wrong: (module, a piece of its source, what to put there, tests of which one must fail)
+    "leaving is not aborting": ("async_engine", "            finally: self._forget(box)\n", "            finally: pass\n", "leaves"),
+    "a full queue takes more": ("async_engine", "self.taken + n > self.n", "False", "come_back"),
+    "seats are never given back": ("async_engine", "with self._lock: self.taken -= n", "pass", "leaves"),
+    "a failed step is tried for ever": ("async_engine", "for r in lost: self.llm.engine.abort(r.id)", "pass", "step_that_fails"),
+    "a message in the log": ("async_engine", "return type(error).__name__ +", "return repr(error) +", "step_that_fails"),
+    "what is read late is lost": ("async_engine", "bool(self.n_left or self._news)", "bool(self.n_left)", "alone or forms or prefix"),
+    "who hangs up is not heard": (
+        "server", 'while (await receive())["type"] != "http.disconnect": pass', "await asyncio.sleep(1e6)", "leaves"),
+    "any host": ("server", "not in self.hosts", "in ()", "names_of"),
+    "any key": ("server", "if not hmac.compare_digest(said, self.key.encode())", "if False", "keys"),
+    "any form may be sent": ("server", 'if kind != "application/json"', "if False", "bodies"),
+    "bodies of any size": ("server", "if n > most:", "if False:", "keys"),
+    "an error that comes late is lost": ("server", "except ApiError as e: yield event(e.body)", "except ApiError as e: pass", "step_that_fails"),
+    "a failure is called a mistake of the client's": ("server", "except StepFailed as e: raise failed(500,", "except StepFailed as e: raise failed(400,", "step_that_fails"),
+    "an ended choice ends again": ("protocol", "if place in self._ended: continue", "pass", "several_answers"),
+    "half a tool call is shown": ("protocol", "n_held(self.text, [OPEN])", "0", "tool_is_called"),
+    "unknown fields are let through": ("protocol", 'extra="forbid"', 'extra="ignore"', "wrong"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_noticed(bug, tmp_path):
+    module, old, new, tests = BUGS[bug]
+    shutil.copytree(ROOT/"pagedlm", tmp_path/"pagedlm", ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path/"pagedlm"/f"{module}.py"
+    source = path.read_text(encoding="utf-8")
+    assert source.count(old) == 1, f"{module}.py has changed: this bug needs a new line"
+    path.write_text(source.replace(old, new), encoding="utf-8")
+    env = os.environ | dict(PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", f"({tests}) and not snippets", "tests/test_server.py"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return  # it hangs: that is noticed
+    assert done.returncode == 1, done.stdout[-3000:]
