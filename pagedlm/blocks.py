@@ -16,9 +16,9 @@ from math import inf
 
 from .core import cdiv, no_emit
 
-# %% ../nbs/12_blocks.ipynb #ef215109
+# %% ../nbs/12_blocks.ipynb #e656829c
 class LRU(OrderedDict):
-    "Free blocks, in the order in which they go: least recently used first, those with nothing to lose before them"
+    "Free blocks in the order in which they go: those without a name, then least recently used first"
     tail_first = True # of one request, the last block is put back first
 
     def take(self, n:int)->list: return [self.popitem(last=False)[0] for _ in range(n)]

@@ -76,11 +76,12 @@ def text_account(
         f"decode    {told['decode_tokens']} tokens, {rate(told['decode_per_second'])}",
         f"blocks    {told['peak_blocks']}{of} at the fullest"])
 
-# %% ../nbs/45_cli.ipynb #56dfcb64
+# %% ../nbs/45_cli.ipynb #4925fa43
 def run_generate(args):
     "The command `generate`"
     params = SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
-                            max_tokens=args.max_tokens, ignore_eos=args.ignore_eos, structured_outputs=_form(args))
+                            max_tokens=args.max_tokens, ignore_eos=args.ignore_eos,
+                            structured_outputs=_form(args))
     _check_folder("--trace", args.trace)
     llm = _load(args)
     prompts = _chats(llm, args.prompts) if args.chat else args.prompts
@@ -131,18 +132,20 @@ def run_demo(args):
     print(text_blocks(tables_at(events), color=color), end="\n\n")
     print(text_account(account(events), _n_blocks(llm)))
 
-# %% ../nbs/45_cli.ipynb #d12e4f82
+# %% ../nbs/45_cli.ipynb #2fdc2489
 def run_serve(args):
     "The command `serve`"
     try: from pagedlm.server import Server, is_loopback, listen
     except ImportError as e:
         raise RuntimeError(f"serve needs more packages ({e}): pip install 'pagedlm[serve]'") from None
     from pagedlm import LLM
-    options, key = llm_options(args, signature(LLM).parameters), args.api_key or os.environ.get("PAGEDLM_API_KEY")
+    options = llm_options(args, signature(LLM).parameters)
+    key = args.api_key or os.environ.get("PAGEDLM_API_KEY")
     if args.max_queue < 0: raise ValueError(f"--max-queue {args.max_queue}, but it must be at least 0")
     door = listen(args.host, args.port)
     llm = _load(args, **options)
-    name = args.served_model_name or (Path(args.model).resolve().stem if args.model else "SmolLM2-135M-Instruct")
+    own = Path(args.model).resolve().stem if args.model else "SmolLM2-135M-Instruct"
+    name = args.served_model_name or own
     server = Server(llm, name, door, key, args.allowed_host, args.max_queue, grace=args.shutdown_timeout)
     print(f"{name} is served at {server.url}/v1; Ctrl-C ends it", flush=True)
     if not (key or is_loopback(args.host)):

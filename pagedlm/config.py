@@ -12,14 +12,14 @@ from dataclasses import dataclass, fields
 from math import isfinite
 from typing import NamedTuple
 
-# %% ../nbs/02_config.ipynb #78f480f7
+# %% ../nbs/02_config.ipynb #d5dc585a
 class Scaling(NamedTuple):
     "How rotary positions reach further than the length they were trained for"
     kind:str              # a key of `pagedlm.layers.stretches`
     factor:float = 1.0    # how many times as far
     original:int = None   # the length it was trained for, tokens
-    low:float = 1.0       # pairs that turn less often than this in the original length are slowed by the factor
-    high:float = 32.0     # pairs that turn more often keep their speed
+    low:float = 1.0       # pairs that turn less often than this in the original length get the whole factor
+    high:float = 32.0     # pairs that turn more often than this keep their speed
     whole:bool = True     # yarn: does the change from one to the other begin and end at a whole pair?
     gain:float = 1.0      # on queries and keys
     short:tuple = ()      # longrope: by how much each pair is slowed where the original length is enough, …
@@ -53,7 +53,7 @@ def check_config(
 
 def _positive(x): return isinstance(x, (int, float)) and isfinite(x) and x > 0
 
-# %% ../nbs/02_config.ipynb #228fe5ba
+# %% ../nbs/02_config.ipynb #a6f3b412
 @dataclass(frozen=True)
 class ModelConfig:
     "The numbers a decoder is built from: Llama's, and what other families change"
@@ -86,7 +86,7 @@ class ModelConfig:
     logit_softcap:float = None  # and logits
     rope_scaling:Scaling = None # rotary positions reach further; not in layers with `local_rope_theta`
     local_rope_theta:float = None # `rope_theta` of layers with a window
-    windows:tuple = ()          # positions that a token sees, layer by layer; None: all; repeated to the last layer
+    windows:tuple = ()          # positions that a token sees, layer by layer, over and over; None: all
     no_rope:tuple = ()          # layers without rotary positions
     n_experts:int = 0           # E, MLPs of a layer to choose from
     n_active:int = 0            # of which so many compute each token
@@ -212,10 +212,11 @@ def blocks_that_fit(
     if block_size < 1: raise ValueError(f"block_size={block_size}, but it must be at least 1")
     return max(0, int(memory_bytes // (block_size * kv_bytes_per_token(config, bytes_per_value))))
 
-# %% ../nbs/02_config.ipynb #332b9286
+# %% ../nbs/02_config.ipynb #c45138a4
 RELATIVES = {
-    "GPT-2": ModelConfig(50257, 768, 12, 12, 12, 64, 3072, max_len=1024, family="gpt2", qkv_bias=True, out_bias=True,
-                         mlp_bias=True, norm="layer", act="gelu_tanh", gated=False, positions="learned"),
+    "GPT-2": ModelConfig(50257, 768, 12, 12, 12, 64, 3072, max_len=1024, family="gpt2", norm="layer",
+                         qkv_bias=True, out_bias=True, mlp_bias=True, act="gelu_tanh", gated=False,
+                         positions="learned"),
     "Mistral-7B-v0.1": ModelConfig(32000, 4096, 32, 32, 8, 128, 14336, max_len=32768, tied=False,
                                    family="mistral", windows=(4096,)),
     "Mixtral-8x7B-v0.1": ModelConfig(32000, 4096, 32, 32, 8, 128, 14336, rope_theta=1e6, max_len=32768,

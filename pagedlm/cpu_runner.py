@@ -7,7 +7,8 @@ __all__ = ['XI', 'XB', 'MIXED', 'SHAPE', 'ADDRESSES', 'CALLS', 'NUMBERS', 'STEP'
            'times', 'multiply', 'look_up', 'take_last', 'find_best', 'mark', 'head', 'run_step', 'run_head', 'parts_of',
            'matrices_of', 'unfit', 'load_kernels', 'Matrices', 'let_go', 'kv_dtype_for', 'CpuRunner', 'shares_of_step']
 
-# %% ../nbs/25_cpu_runner.ipynb #b78b0358
+# %% ../nbs/25_cpu_runner.ipynb #4c5fef0b
+import ctypes
 import math
 from collections import deque
 from contextlib import suppress
@@ -211,7 +212,7 @@ def _unfit_sizes(model):
         if n % step: return f"{name}={n} is not a multiple of {step}"
     return "" if c.head_dim % 16 == 0 else f"head_dim={c.head_dim} is not a multiple of 16"
 
-# %% ../nbs/25_cpu_runner.ipynb #e2a4da20
+# %% ../nbs/25_cpu_runner.ipynb #ff2cf377
 def load_kernels(
     names,  # kinds of panels
 )->dict:    # field of a record -> address
@@ -243,6 +244,7 @@ class Matrices:
                 self.arrays.append((kind, places[-1]))
             todo.append((m, places))
         self.first = np.array([[first[_held(m)] for m in own] + [0]*(4 - len(own)) for own in layers])
+        _trim()
         (team or Team(1)).run(_fill, todo, keep, self.names)
         if not keep:
             let_go(*layers[-1])
@@ -276,8 +278,14 @@ def _fill(tid, todo, keep, names): # what one thread does
     with suppress(IndexError):       # of an empty list
         while True:
             module, places = todo.popleft()
-            for part, place in zip(parts_of(module), places): panels(part, place)
+            for part, place in zip(parts_of(module), places):
+                for i in range(0, part.shape[0], 4096): # a file's pages may go while others come
+                    panels(part.cut(slice(i, i + 4096)), place[i//16:i//16 + 256])
+                    if not keep: part.forget()
             if not keep: let_go(module)
+
+def _trim(): # the C library keeps what was freed, of a vocabulary's text for example
+    with suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)
 
 def _gone(*args, **kw):
     raise RuntimeError("this model's weights moved into the CPU runner: "

@@ -243,20 +243,24 @@ class Family(NamedTuple):
 _HALVES = "q_proj.weight", "k_proj.weight"
 LLAMA = Family("llama", ("LlamaForCausalLM",), gguf="llama", permuted=_HALVES)
 
-# %% ../nbs/07_families.ipynb #7ebdee24
-WORDS = dict(
-    qkv_bias="bias beside q, k, v", out_bias="bias beside the attention's output", mlp_bias="bias in the MLP",
-    qk_norm="norm of queries and keys, over each", norm="kind of norm", norms="norms of a part",
-    norm_offset="added to norm weights", act="activation", gated="gates in the MLP", positions="positions",
-    embed_scale="embeddings are multiplied by", attn_scale="scores are multiplied by",
-    attn_softcap="scores stay within ±", logit_softcap="logits stay within ±",
-    rope_scaling="stretched positions", local_rope_theta="rope theta in layers with a window",
-    windows="a token sees, layer by layer", no_rope="layers without positions",
-    n_experts="experts in a layer", n_active="of which each token meets",
-    norm_topk="their weights add up to 1")
+# %% ../nbs/07_families.ipynb #21247838
+WORDS = dict( # our field -> what it is about, and how Llama has it
+    qkv_bias=("bias beside q, k, v", "no"), out_bias=("bias beside the attention's output", "no"),
+    mlp_bias=("bias in the MLP", "no"), qk_norm=("queries and keys are normed over each", "not at all"),
+    norm=("kind of norm", "rms"), norms=("norms before a part, after it, or both", "pre"),
+    norm_offset=("norm weights are short by", "0"), act=("activation", "silu"),
+    gated=("gates in the MLP", "yes"), positions=("positions", "rope"),
+    embed_scale=("embeddings are multiplied by", "1"), attn_scale=("scores are multiplied by", "1 / √D"),
+    attn_softcap=("scores stay within ±", "∞"), logit_softcap=("logits stay within ±", "∞"),
+    rope_scaling=("stretched positions", "no"),
+    local_rope_theta=("rope theta where there is a window", "none"),
+    windows=("a token sees, layer by layer", "all"), no_rope=("layers without positions", "none"),
+    n_experts=("experts in a layer", "none"), n_active=("of which each token meets", ""),
+    norm_topk=("their weights add up to 1", "yes"))
 
 def in_words(x): # a field's value
-    if x in (None, True, False, ()): return {None: "none", True: "yes", False: "no", (): "all"}[x]
+    if isinstance(x, tuple): return " ".join("all" if w is None else str(w) for w in x)
+    if isinstance(x, bool): return "yes" if x else "no"
     return f"{x:.6g}" if isinstance(x, float) else str(x)
 
 def diff_table(
@@ -265,7 +269,7 @@ def diff_table(
 )->str:             # markdown
     "What differs from Llama"
     c, whose = config, lambda names: f"`{names.split()[0]}`" if names else ""
-    rows = [(WORDS[f.name], in_words(f.default), in_words(getattr(c, f.name))) for f in fields(c)
+    rows = [(*WORDS[f.name], in_words(getattr(c, f.name))) for f in fields(c)
             if f.name in WORDS and getattr(c, f.name) != f.default]
     if c.head_dim * c.n_heads != c.width:
         rows.append(("head size", "width / heads", f"{c.head_dim}, not {c.width / c.n_heads:g}"))

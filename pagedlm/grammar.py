@@ -20,7 +20,7 @@ import numpy as np
 
 from .sampling import bits_of
 
-# %% ../nbs/26_grammar.ipynb #0e838f92
+# %% ../nbs/26_grammar.ipynb #2ae7d7f3
 def load_llguidance():
     "The library, or how to get it"
     try: import llguidance
@@ -43,10 +43,11 @@ def _literal(s):
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in s)
 
 def _grammar(x, asked, special):
-    if _text(x).lstrip().startswith("{"): raise ValueError("it must be in Lark's or GBNF's notation, not JSON")
+    if _text(x).lstrip().startswith("{"):
+        raise ValueError("it must be in Lark's or GBNF's notation, not JSON")
     return load_llguidance().grammar_from("grammar", x)
 
-# %% ../nbs/26_grammar.ipynb #b12f811f
+# %% ../nbs/26_grammar.ipynb #23e47cc8
 MAX_BLANKS = 64 # in one place
 _MAPS = "properties", "patternProperties", "$defs", "definitions", "dependentSchemas" # name -> schema
 _DATA = "enum", "const", "default", "examples"                                        # there are none inside
@@ -67,7 +68,8 @@ def blanks(
 )->dict:    # llguidance's options
     "What may stand around the commas and colons of JSON; ValueError if it might never end"
     pattern, tight = asked.whitespace_pattern, asked.disable_any_whitespace
-    if tight and pattern: raise ValueError(f"whitespace_pattern={pattern!r:.80} and disable_any_whitespace=True")
+    if tight and pattern:
+        raise ValueError(f"whitespace_pattern={pattern!r:.80} and disable_any_whitespace=True")
     if pattern: _check_blanks(pattern := _text(pattern).replace(r"\s", r"[ \t\r\n]"))
     tight = tight or pattern == ""
     comma, colon = (f"(?:{pattern})?{c}(?:{pattern})?" if pattern else c + " ?"*(not tight) for c in ",:")
@@ -183,7 +185,7 @@ class Spelling:
             at += n
         return ids
 
-# %% ../nbs/26_grammar.ipynb #3f131089
+# %% ../nbs/26_grammar.ipynb #c8d74281
 MASK_SECONDS = .25 # of one core
 
 class Matcher:
@@ -207,7 +209,8 @@ class Matcher:
         if self.over: return self.closing
         if self.inner.is_error(): return self._give_up(reason(self.inner))
         seconds = (thread_time() - start)/max(1, len(new))
-        if seconds > MASK_SECONDS: return self._give_up(f"a mask took {seconds:.2f} seconds, more than {MASK_SECONDS}")
+        if seconds > MASK_SECONDS:
+            return self._give_up(f"a mask took {seconds:.2f} seconds, more than {MASK_SECONDS}")
         if not ids and self.shy is not None and (mask & ~self.shy).any(): mask = mask & ~self.shy
         return mask | self.closing if self.inner.is_accepting() else mask
 
@@ -216,7 +219,8 @@ class Matcher:
         self.inner.consume_tokens(text)
         if len(text) < len(ids): self.over = True
         elif self.inner.is_stopped(): self.over = not self.inner.is_error()
-        else: return np.frombuffer(self.inner.compute_bitmask(), np.int32)[:len(self.closing)] # it has a bit more
+        else: # it has a bit for one token more
+            return np.frombuffer(self.inner.compute_bitmask(), np.int32)[:len(self.closing)]
 
     def _give_up(self, why):
         self.over = True
@@ -246,11 +250,11 @@ def in_a_deep_thread(
     if error: raise error
     return out
 
-# %% ../nbs/26_grammar.ipynb #cefca613
+# %% ../nbs/26_grammar.ipynb #84edee32
 MAX_KEPT = 64 # compiled grammars
 N_TRIED = 8   # first tokens, before a grammar is taken
-LIMITS = dict(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=10_000, max_items_in_row=2_000,
-              max_lexer_states=50_000, max_grammar_size=50_000)
+LIMITS = dict(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=10_000,
+              max_items_in_row=2_000, max_lexer_states=50_000, max_grammar_size=50_000)
 
 def limits(): return load_llguidance().LLParserLimits(verbose_errors=False, **LIMITS)
 

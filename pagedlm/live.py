@@ -16,15 +16,16 @@ from .engine import Engine
 from .request import Request
 from .scheduler import Scheduler
 
-# %% ../nbs/32_live.ipynb #dd7b891f
+# %% ../nbs/32_live.ipynb #072e8dec
 WORKLOADS = { # name -> [(step, prompt, letters of answer)…]; the first prompt is the reader's own
     "one by one": [(1, "", 9), (3, "Count to three.", 6), (6, "Hi!", 8)],
     "a shared beginning": [(1, "", 6), (4, "Be kind and brief. Why?", 6), (7, "Be kind and brief. How?", 6)],
-    "long among short": [(1, "", 14), (3, "A long prompt that takes several steps to read, whatever else there is.", 5),
-                         (4, "Hi!", 8)],
-    "more than fits": [(1, "", 16), (1, "Another one.", 18), (2, "And a third.", 16), (3, "And a fourth!", 12)]}
+    "long among short": [(1, "", 14), (4, "Hi!", 8),
+                         (3, "A long prompt that takes several steps to read, whatever else there is.", 5)],
+    "more than fits": [(1, "", 16), (1, "Another one.", 18),
+                       (2, "And a third.", 16), (3, "And a fourth!", 12)]}
 
-# %% ../nbs/32_live.ipynb #7e8678fa
+# %% ../nbs/32_live.ipynb #50158061
 class Playground:
     "A scheduler with three knobs that draws itself; every call that changes it returns the picture"
     controls = dict(prompt="Be kind and brief. Who?", workload=list(WORKLOADS),
@@ -46,8 +47,9 @@ class Playground:
             raise ValueError(f"no workload {self.knobs['workload']!r}; there are {', '.join(WORKLOADS)}")
         pool = BlockPool(self.knobs["pool"] + 1, self.emit) # and the null block
         manager = BlockManager(pool, self.knobs["block_size"])
-        self.scheduler = Scheduler(manager, max_num_seqs=4, max_num_batched_tokens=max(4, self.knobs["budget"]),
-                                   max_chunk=self.knobs["budget"], emit=self.emit)
+        budget = self.knobs["budget"]
+        self.scheduler = Scheduler(manager, max_num_seqs=4, max_num_batched_tokens=max(4, budget),
+                                   max_chunk=budget, emit=self.emit)
         self.engine = Engine(self.scheduler, self.run, ManualClock())
         self.n_steps, self.works, self.said, self.requests, self.refused = 0, {}, [], {}, {}
         names = map(chr, count(ord("A")))
@@ -109,13 +111,13 @@ def _news(p): # what the step did besides
     words += [f"block {', '.join(map(str, gone))} forgot what it held"] if gone else []
     return "; ".join(words + [f"{id} refused: {e}" for id, e in p.refused.items()])
 
-# %% ../nbs/32_live.ipynb #dcc31465
+# %% ../nbs/32_live.ipynb #664bf56c
 def _board(p, width): # all of it, so many pixels wide
     used = sum(map(len, p.works.values()))
     out = Svg(width, 0, f"Step {p.n_steps}: {used} tokens computed, {len(p.scheduler.waiting)} requests wait",
               f"{p.scheduler.manager.pool.n_free} of {p.knobs['pool']} blocks are free. {_news(p)}")
-    left = len(p.coming)
-    head = f"step {p.n_steps}: {used} tokens" if p.n_steps else f"nothing has happened; {left} requests will come"
+    before = f"nothing has happened; {len(p.coming)} requests will come"
+    head = f"step {p.n_steps}: {used} tokens" if p.n_steps else before
     out.text(14, 20, head, 13, bold=True)
     y = 42
     for line in _wrap(_news(p), width - 28): y = out.text(14, y, line, 11, color="muted") and y + 16

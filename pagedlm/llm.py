@@ -556,7 +556,7 @@ def default_params(
         "requests without sampling_params use %s of %s; generation_config='vllm' turns that off", found, path)
     return found
 
-# %% ../nbs/40_llm.ipynb #af7a4bae
+# %% ../nbs/40_llm.ipynb #8c757491
 class LLM:
     "Text in, text out, over one engine. vLLM's names; an option that is not there yet raises"
     def __init__(self,
@@ -590,6 +590,8 @@ class LLM:
     ):
         if tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size={tensor_parallel_size!r} is not supported yet, only 1")
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization!r}, but it must be in (0, 1]")
         policy, order = find_policy(scheduling_policy), find_order(eviction_order)
         processors = request_processors(logits_processors)
         if isinstance(model, (str, Path)): model = find_model(model, revision)
@@ -621,9 +623,10 @@ class LLM:
                                  number_bytes(kv or kind or self.model.dtype, self.model.config.head_dim))
         ahead = device.type == "cuda" if async_scheduling is None else async_scheduling
         chunk, window = long_prefill_token_threshold or None, self.model.config.window
-        make = (partial(BlockManager, block_size=block_size) if window is None else
-                partial(WindowManager, block_size=block_size, window=window, chunk=(chunk or budget)*(1 + ahead)))
-        manager = make(BlockPool(n_blocks, self.emit, order), caching=enable_prefix_caching)
+        kind, more = BlockManager, {} # or, if every layer has a window:
+        if window: kind, more = WindowManager, dict(window=window, chunk=(chunk or budget)*(1 + ahead))
+        pool = BlockPool(n_blocks, self.emit, order)
+        manager = kind(pool, block_size, caching=enable_prefix_caching, **more)
         scheduler = Scheduler(manager, rows, budget, limit, chunk, policy, self.emit)
         sizes = n_blocks, block_size, rows, scheduler.limit
         self.grammar = Grammar(self.tokenizer, self.model.config.vocab_size)

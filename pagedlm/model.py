@@ -75,7 +75,7 @@ class Block(nn.Module):
         x, residual = self.norm2(x, residual)
         return self.mlp(x), residual
 
-# %% ../nbs/05_model.ipynb #cc80e978
+# %% ../nbs/05_model.ipynb #2ab5334e
 def specs_for(
     config,  # a `ModelConfig`
     blocks,  # its layers, for their norms
@@ -98,9 +98,10 @@ def specs_for(
     kinds = [(c.window_of(l), c.positions == "rope" and l not in c.no_rope) for l in range(c.n_layers)]
     specs = [alike.setdefault(kind, spec(*kind)) for kind in kinds]
     if c.qk_norm != "head": return specs
-    return [s._replace(q_norm=b.attn.q_norm.weight, k_norm=b.attn.k_norm.weight) for s, b in zip(specs, blocks)]
+    norms = [dict(q_norm=b.attn.q_norm.weight, k_norm=b.attn.k_norm.weight) for b in blocks]
+    return [spec._replace(**own) for spec, own in zip(specs, norms)]
 
-# %% ../nbs/05_model.ipynb #ffe46e43
+# %% ../nbs/05_model.ipynb #73f54d98
 class Transformer(nn.Module):
     "A decoder whose weights are still to be loaded"
     def __init__(self,
@@ -113,7 +114,7 @@ class Transformer(nn.Module):
         super().__init__()
         to, (V, C) = dict(dtype=dtype, device=device), (config.vocab_size, config.width)
         self.config, learned = config, config.positions == "learned"
-        self.register_buffer("like", torch.empty(0, **to), persistent=False) # type and device, and nothing else
+        self.register_buffer("like", torch.empty(0, **to), persistent=False) # only type and device
         block = Block if config.norms == "pre" else PostBlock
         self.embed = Embedding(V, C, **to)
         self.positions = Embedding(config.max_len, C, **to) if learned else None

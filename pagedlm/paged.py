@@ -52,9 +52,11 @@ def paged_reference(
         o[t:t + T] = attend(q[t:t + T], keys, values, p[S - T:], *how)
     return o.flatten(1)
 
-# %% ../nbs/13_paged.ipynb #9ffd125e
+# %% ../nbs/13_paged.ipynb #306ed6df
 class Backend:
     "Readable paged attention, and the interface of all faster ones"
+    kv_dtype = None # also of those whose own `__init__` says nothing
+
     def __init__(self,
         kv_dtype=None, # of keys and values in the cache: float32, bfloat16, int8; None: the model's
     ):

@@ -240,7 +240,7 @@ def plain_product(
     n = max(1, SLICE//rows.shape[1])
     return torch.cat([x @ rows.unpack(slice(i, i + n)).T for i in range(0, rows.shape[0], n)], -1)
 
-# %% ../nbs/09_quant.ipynb #112eede6
+# %% ../nbs/09_quant.ipynb #e2a90642
 def stored_rows(
     source,  # see `pagedlm.weights.open_source`
     name,    # of a tensor in it
@@ -267,7 +267,8 @@ def _gathered(pieces, n, dtype):
     whole, at = torch.empty(n, *first.shape[1:], dtype=dtype), len(first)
     whole[:at] = first
     for piece in pieces:
-        if at + len(piece) > n: return torch.cat([whole[:at], piece.to(dtype), *pieces]).to(dtype) # an error soon
+        if at + len(piece) > n: # an error soon
+            return torch.cat([whole[:at], piece.to(dtype), *pieces]).to(dtype)
         whole[at:at + len(piece)] = piece
         at += len(piece)
     return whole[:at]
@@ -394,7 +395,7 @@ def stored_bytes(
     "What its weights take in memory, each counted once"
     return sum(t.nbytes for ts in (model.parameters(), model.buffers()) for t in ts)
 
-# %% ../nbs/09_quant.ipynb #e622dd5f
+# %% ../nbs/09_quant.ipynb #1def1ef3
 def packed_transformer(
     config,       # a `ModelConfig`
     kind=None,    # a name in `kinds`; None: as stored
@@ -421,7 +422,8 @@ def load_packed(
     model, tokenizer = load_model(source, dtype, device, build=build, **kw)
     odd = getattr(source, "kinds", set()) - formats.keys()
     if odd and kept is None: logging.getLogger(__name__).warning(
-        "%s: %s have no product of their own here: unpacked to %s", source.path, ", ".join(sorted(odd)), source.dtype)
+        "%s: %s have no product of their own here: unpacked to %s",
+        source.path, ", ".join(sorted(odd)), source.dtype)
     return tie(model), tokenizer
 
 # %% ../nbs/09_quant.ipynb #b11b32a8

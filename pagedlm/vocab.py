@@ -35,12 +35,13 @@ _SAME = {"gpt-2": ("gpt2", "phi-2"), "llama-bpe": ("llama3", "llama-v3"), "dbrx"
          "smollm": ("starcoder", "refact", "codeshell", "exaone", "minerva-7b", "command-r")}
 CUTS |= {other: CUTS[name] for name, others in _SAME.items() for other in others}
 
-# %% ../nbs/01_vocab.ipynb #15728d99
+# %% ../nbs/01_vocab.ipynb #92c66821
 def cutter(
     cut:Cut,
 )->dict:      # "pre_tokenizer" of a tokenizer.json
     "The rule in the library's words, and then bytes for characters"
-    split = [dict(type="Split", pattern=dict(Regex=p), behavior="Isolated", invert=False) for p in cut.patterns]
+    how = dict(type="Split", behavior="Isolated", invert=False)
+    split = [how | dict(pattern=dict(Regex=pattern)) for pattern in cut.patterns]
     as_bytes = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
     return dict(type="Sequence", pretokenizers=[*split, as_bytes])
 
@@ -58,7 +59,7 @@ def merges_of(
              if t[:i] in score and t[i:] in score]
     return [(a, b) for a, b, _ in sorted(pairs, key=lambda pair: -pair[2])]
 
-# %% ../nbs/01_vocab.ipynb #ecf3720c
+# %% ../nbs/01_vocab.ipynb #ea7db199
 def _byte_level(tokens, kinds, said):
     "The parts of a tokenizer.json that depend on the kind of vocabulary, and whether BOS comes first"
     pre = said.get("pre")
@@ -67,7 +68,7 @@ def _byte_level(tokens, kinds, said):
                          f"only {', '.join(CUTS)}")
     cut, vocab = CUTS[pre], {t: i for i, t in enumerate(tokens)}
     merges = [(m[:i], m[i + 1:]) for m in said.get("merges") or () for i in [m.find(" ", 1)]]
-    odd = next((m for m in merges if m[0] not in vocab or m[1] not in vocab or m[0] + m[1] not in vocab), None)
+    odd = next((m for m in merges if not all(t in vocab for t in (*m, "".join(m)))), None)
     if odd: raise ValueError(f"tokenizer.ggml.merges: {odd} is not a pair of tokens that make a token")
     model = dict(type="BPE", vocab=vocab, merges=merges, ignore_merges=cut.whole)
     decoder = dict(type="ByteLevel", add_prefix_space=True, trim_offsets=True, use_regex=True)
@@ -82,8 +83,9 @@ def _sentencepiece(tokens, kinds, said):
     if scores is None or len(scores) != len(tokens):
         raise ValueError(f"tokenizer.ggml.scores: there must be one for each of {len(tokens)} tokens")
     spaced, unknown = said.get("add_space_prefix", True), said.get("unknown_token_id", 0)
-    model = dict(type="BPE", vocab={t: i for i, t in enumerate(tokens)}, merges=merges_of(tokens, scores, kinds),
-                 byte_fallback=BYTE in kinds, unk_token=tokens[unknown], fuse_unk=True)
+    vocab, merges = {t: i for i, t in enumerate(tokens)}, merges_of(tokens, scores, kinds)
+    model = dict(type="BPE", vocab=vocab, merges=merges, byte_fallback=BYTE in kinds,
+                 unk_token=tokens[unknown], fuse_unk=True)
     front = [dict(type="Prepend", prepend="▁")] if spaced else []
     back = [dict(type="Strip", content=" ", start=1, stop=0)] if spaced else []
     normalizer = dict(type="Sequence", normalizers=[*front, _replace(" ", "▁")])

@@ -27,7 +27,7 @@ from .hub import cache_dir, default_model, find_model, whole_file
 from .tokenizer import Tokenizer
 from .vocab import tokenizer_json
 
-# %% ../nbs/08_weights.ipynb #33f6654e
+# %% ../nbs/08_weights.ipynb #b3982711
 class SafetensorsSource:
     "A folder in Hugging Face's layout: config.json, *.safetensors, tokenizer.json"
     def __init__(self, path):
@@ -49,12 +49,13 @@ class SafetensorsSource:
 
     def _refuse_packed(self):
         said = self.meta.get("quantization_config") or {}
-        for name in ("quantize_config.json", "quant_config.json"): # what AWQ and GPTQ wrote in their first years
+        for name in ("quantize_config.json", "quant_config.json"): # of AWQ and GPTQ in their first years
             if not said and (self.path / name).exists(): said = self._json(name)
         if not said: return
         kind = said.get("quant_method") or said.get("quant_algo") or "some other program"
-        raise ValueError(f"{self.path}: its weights are packed by {kind}, in a way that is not read here: take "
-                         "the checkpoint they were made from (quantization=\"int8\" packs it), or a GGUF of it")
+        raise ValueError(f"{self.path}: its weights are packed by {kind}, in a way that is not read here: "
+                         "take the checkpoint they were made from (quantization=\"int8\" packs it), "
+                         "or a GGUF of it")
 
     def _open_all(self)->list:
         index, single = "model.safetensors.index.json", "model.safetensors"
@@ -87,9 +88,11 @@ class SafetensorsSource:
         family = family_of(self.meta)
         whole, prefix = family.tensors(config), family.prefix
         if any(name.startswith(prefix) for name in self.files): return whole # else saved without a head:
-        return {ours: {name.removeprefix(prefix): n for name, n in recipe.items()} for ours, recipe in whole.items()}
+        return {ours: {name.removeprefix(prefix): n for name, n in recipe.items()}
+                for ours, recipe in whole.items()}
 
-    def tensor(self, name): return family_of(self.meta).adapt(name, self.files[name].get_tensor(name), self.meta)
+    def tensor(self, name):
+        return family_of(self.meta).adapt(name, self.files[name].get_tensor(name), self.meta)
 
     def pieces(self, name): yield self.tensor(name)
 
@@ -287,23 +290,24 @@ GGUF_NAMES = { # our part -> a GGUF's tensors; {l}: the layer, {e}: the expert
 GGUF_EXPERTS = {"mlp.gate_up": "blk.{l}.ffn_gate_exps.{e} blk.{l}.ffn_up_exps.{e}",
                 "mlp.down": "blk.{l}.ffn_down_exps.{e}"}
 
-# %% ../nbs/08_weights.ipynb #0429edaf
+# %% ../nbs/08_weights.ipynb #9581af9b
 GGUF_KEYS = {"block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_epsilon", "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
-    "rope.freq_base": "rope_theta", "rope.freq_base_swa": "rope_local_base_freq", "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size"}
+    "rope.freq_base": "rope_theta", "rope.freq_base_swa": "rope_local_base_freq",
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size"}
 
 OTHER_KEYS = dict( # of families that call things otherwise
     gpt2={"block_count": "n_layer", "context_length": "n_positions", "embedding_length": "n_embd",
           "feed_forward_length": "n_inner", "attention.head_count": "n_head"},
     mixtral={"expert_count": "num_local_experts"})
 
-ROPE_KEYS = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings",
-    "attn_factor": "attention_factor", "yarn_attn_factor": "attention_factor",
+ROPE_KEYS = {"type": "rope_type", "factor": "factor",
+    "original_context_length": "original_max_position_embeddings", "attn_factor": "attention_factor", "yarn_attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"} # what `rope.scaling.` may say
 
 _EXPERTS = "expert_count", "expert_used_count" # written as 0 where there are none
@@ -314,21 +318,24 @@ def hf_meta(
 )->dict:             # what a config.json would say
     "A GGUF's metadata in a config.json's words"
     arch = fields["general.architecture"]
-    own = {key.removeprefix(f"{arch}."): _single(key, x) for key, x in fields.items() if key.startswith(f"{arch}.")}
+    own = {key.partition(".")[2]: _single(key, x) for key, x in fields.items() if key.startswith(f"{arch}.")}
     keys = GGUF_KEYS | OTHER_KEYS.get(family, {})
     if not own.get("expert_count"): own = {key: x for key, x in own.items() if key not in _EXPERTS}
     meta = {theirs: own.pop(key) for key, theirs in keys.items() if key in own}
     texts = {key: value for key, value in meta.items() if isinstance(value, str)}
     if texts: raise ValueError(f"not a number: {texts}")
     meta |= _windows(own) | _implied(family, meta)
-    rope = {theirs: own.pop(f"rope.scaling.{key}") for key, theirs in ROPE_KEYS.items() if f"rope.scaling.{key}" in own}
+    rope = {theirs: own.pop(f"rope.scaling.{key}") for key, theirs in ROPE_KEYS.items()
+            if f"rope.scaling.{key}" in own}
     if rope and rope.get("rope_type") != "none": meta["rope_scaling"] = rope
     heads, width = (meta.get(keys[f"{key}"]) for key in ("attention.head_count", "embedding_length"))
     D = meta.get("head_dim") or (width // heads if heads and width else 0)
-    fine = {"rope.dimension_count": D, "attention.value_length": D, "attention.causal": True, "expert_shared_count": 0,
-            "rope.dimension_count_swa": D, "attention.key_length_swa": D, "attention.value_length_swa": D}
+    fine = {"attention.causal": True, "expert_shared_count": 0} | dict.fromkeys((
+        "rope.dimension_count", "attention.value_length", "rope.dimension_count_swa",
+        "attention.key_length_swa", "attention.value_length_swa"), D)
     free = "vocab_size", "tensor_data_layout", "rope.scaling.finetuned"
-    odd = {f"{arch}.{key}": x for key, x in own.items() if key not in free and (key not in fine or fine[key] != x)}
+    odd = {f"{arch}.{key}": x for key, x in own.items()
+           if key not in free and (key not in fine or fine[key] != x)}
     if odd: raise ValueError(f"not supported: {odd}")
     return meta
 
@@ -349,7 +356,8 @@ def _implied(family, meta):
     "What llama.cpp knows of a family without being told"
     if family == "qwen3_moe": return {"norm_topk_prob": True}
     if family not in ("gemma2", "gemma3"): return {}
-    L, width, heads = (meta.get(key, 0) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    names = "num_hidden_layers", "hidden_size", "num_attention_heads"
+    L, width, heads = (meta.get(name, 0) for name in names)
     largest = L == dict(gemma2=46, gemma3=62)[family] # the 27B models divide their scores by another number
     scalar = width / heads if largest else meta.get("head_dim", 256)
     return {"query_pre_attn_scalar": scalar} | ({} if "sliding_window" in meta or family == "gemma2"
@@ -381,8 +389,8 @@ def _gguf_tokenizer(file)->Path: # a `GGUFFile`
         with whole_file(path) as f: f.write(text.encode())
     return path
 
-# %% ../nbs/08_weights.ipynb #f73a3e8c
-_TURN_ENDS = "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>" # in older files nobody says so
+# %% ../nbs/08_weights.ipynb #f70fdd51
+_TURN_ENDS = "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>" # older files do not say so
 
 class GGUFSource:
     "One .gguf file: config, vocabulary and weights, which are unpacked when asked for"
@@ -405,7 +413,8 @@ class GGUFSource:
         known = {f.gguf: f for f in [*families.values()][::-1] if f.gguf} # of two, the first
         arch = self.file.fields.get("general.architecture")
         if not isinstance(arch, str) or arch not in known:
-            raise ValueError(f"{self.path}: architecture {arch!r:.80} is not supported, only {some(known, 99)}")
+            raise ValueError(f"{self.path}: architecture {arch!r:.80} is not supported, "
+                             f"only {some(known, 99)}")
         mixed = arch == "llama" and self.file.fields.get("llama.expert_count")
         return families["mixtral"] if mixed else known[arch]
 
@@ -418,7 +427,8 @@ class GGUFSource:
             by = factors.data.tolist()
             meta["rope_scaling"] = dict(rope_type="longrope", factor=1.0, attention_factor=1.0,
                                         short_factor=by, long_factor=by)
-        if "blk.0.attn_q.bias" in self.tensors and self.family.gguf in REORDERED: meta["attention_bias"] = True
+        if "blk.0.attn_q.bias" in self.tensors and self.family.gguf in REORDERED:
+            meta["attention_bias"] = True
         return meta | dict(architectures=list(self.family.architectures), vocab_size=embed.shape[0],
                            tie_word_embeddings="output.weight" not in self.tensors)
 
@@ -437,8 +447,8 @@ class GGUFSource:
     def recipes(self, config)->dict: return recipes(config, self.names_of)
 
     def _ordered(self, name): # rows in our order: bytes of packed ones, else numbers
-        rows, part = self.tensors[name].data, name.split(".")[-2]
-        if part not in ("attn_q", "attn_k") or self.file.fields["general.architecture"] not in REORDERED: return rows
+        rows, part, arch = self.tensors[name].data, name.split(".")[-2], self.file.fields["general.architecture"]
+        if part not in ("attn_q", "attn_k") or arch not in REORDERED: return rows
         heads = self.meta["num_attention_heads"]
         return unpermute(rows, self.meta.get("num_key_value_heads", heads) if part == "attn_k" else heads)
 
@@ -492,22 +502,24 @@ def _singly(tensors): # (name, tensor): experts one by one
                 name = f"{t.name.removesuffix('.weight')}.{e}.weight"
                 yield name, GGUFTensor(name, t.kind, t.shape[1:], rows)
 
-# %% ../nbs/08_weights.ipynb #7c9e17ef
+# %% ../nbs/08_weights.ipynb #3ccef3b5
 def open_source(
     path,  # a folder with *.safetensors, a .gguf file, a name that `find_model` knows, or a source
 ):         # a source: `SafetensorsSource` or `GGUFSource`
     "Open a checkpoint; no weight is read yet"
     if hasattr(path, "names"): return path
-    path, expected = find_model(path), "it must be a folder with config.json and *.safetensors, or a .gguf file"
+    path = find_model(path)
+    expected = "it must be a folder with config.json and *.safetensors, or a .gguf file"
     if path.suffix == ".gguf" and path.is_file(): return GGUFSource(path)
     if path.is_dir() and any(path.glob("*.safetensors")): return SafetensorsSource(path)
     inside = sorted(path.iterdir()) if path.is_dir() else [path]
     found = [f.name for f in inside if f.suffix == ".gguf"]
     if found: raise ValueError(f"{path}: which of {some(found)}? Name the file")
     pickles = [f.name for f in inside if f.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")]
-    if pickles: raise ValueError(f"{path}: {some(pickles)}: loading a pickle can run any program; {expected}. "
-                                 "`AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)` of transformers "
-                                 "makes one of it, where you trust the file")
+    if pickles:
+        raise ValueError(f"{path}: {some(pickles)}: loading a pickle can run any program; {expected}. "
+                         "`AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)` of transformers "
+                         "makes one of it, where you trust the file")
     raise ValueError(f"{path}: {expected}")
 
 # %% ../nbs/08_weights.ipynb #bb9c9d3c

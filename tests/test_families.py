@@ -13,14 +13,14 @@ from pagedlm.config import ModelConfig, n_params
 from pagedlm.core import cdiv
 from pagedlm.families import Family, config_from, families
 from pagedlm.model import Transformer
-from pagedlm.paged import AttnMeta, Paged, load_backend
+from pagedlm.paged import AttnMeta, Paged, backends, load_backend
 from pagedlm.weights import config_of, load_into, open_source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 T = 60                                                   # tokens: more than any window here, and than any original length
 SMALL = dict(vocab_size=80, hidden_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=10,
-             intermediate_size=44, max_position_embeddings=64, rms_norm_eps=1e-4, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+             intermediate_size=44, max_position_embeddings=64, rms_norm_eps=1e-2, pad_token_id=None, bos_token_id=None, eos_token_id=None)
 SQUARE = {k: x for k, x in SMALL.items() if k != "head_dim"} | dict(hidden_size=40)  # where transformers' config knows no head_dim
 GEMMA = SMALL | dict(query_pre_attn_scalar=14, num_key_value_heads=1)
 CASES = {  # family and what is tried of it: (transformers' name, its config)
@@ -78,6 +78,14 @@ def saved(model, path, **fields):
     return path
 
 
+@cache
+def ours_config(case):
+    "What we read in the config of a case"
+    name, kw = CASES[case]
+    meta = getattr(hf, CONFIGS.get(name, f"{name}Config"))(**kw).to_dict()
+    return config_from(meta | dict(architectures=[CLASSES.get(name, f"{name}ForCausalLM")]))
+
+
 def ids_of(n=T): return torch.randint(0, 80, (n,), generator=torch.Generator().manual_seed(1))
 
 
@@ -118,6 +126,24 @@ def test_family(tmp_path, case):
     model = ours(saved(reference, tmp_path))
     assert model.config.family == case.split()[0]
     check(model, reference)
+
+
+FLAGS = "embed_scale attn_scale attn_softcap logit_softcap windows local_rope_theta no_rope act norm_topk rope_theta rope_scaling norm_eps".split()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_difference_matters(tmp_path, case):
+    "As Llama has it, each flag of a family gives other logits: what is checked above is noticed"
+    reference = theirs(*CASES[case])
+    right = ours(saved(reference, tmp_path))
+    odd = {f: ModelConfig.__dataclass_fields__[f].default for f in FLAGS}
+    odd = {f: x for f, x in odd.items() if getattr(right.config, f) != x and (f != "rope_theta" or right.config.positions == "rope")}
+    with torch.inference_mode():
+        want = right.logits(right(ids_of(), Dense()))
+        for f, x in odd.items():
+            wrong = ours(tmp_path, **{f: x})
+            assert (wrong.logits(wrong(ids_of(), Dense())) - want).abs().max() > 1e-3, f
+    print(*odd)
 
 
 # ---- rotary positions
@@ -280,3 +306,27 @@ def test_norms_near_one_survive_16_bits(tmp_path):
     model = ours(saved(reference, tmp_path), torch.bfloat16)
     w = reference.model.norm.weight.float() + 1
     assert model.dtype == torch.bfloat16 and torch.equal(model.norm.weight, w) and not torch.equal(w.bfloat16().float(), w)
+
+
+# ---- the other back-ends
+
+@pytest.mark.parametrize("name,case,n,sizes", [("triton", "gemma2", 13, (6, 1)), ("triton", "gemma3", 13, (6, 1)), ("triton", "smollm3", 7, (5, 1)),
+                                               ("triton", "gpt2", 7, (5, 1)), ("fixed", "gemma2", 20, (1,)), ("fixed", "mistral", 20, (1,))])
+def test_back_ends(tmp_path, monkeypatch, name, case, n, sizes):
+    "Windows, caps, norms of heads, layers without positions: in kernels (interpreted), and in shapes that never change"
+    monkeypatch.setitem(backends, "fixed", "pagedlm.graphs:FixedBackend")
+    model = ours(saved(theirs(*CASES[case]), tmp_path))
+    ids = ids_of(n)
+    with torch.inference_mode():
+        want = model.logits(model(ids, Dense()))
+    assert (paged(model, ids, name, sizes) - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("llama", "llama tied", "mistral no window")])
+def test_the_compiled_step_says_what_it_does_not_know(case):
+    pytest.importorskip("numba")
+    from pagedlm.cpu_runner import unfit
+    sizes = dict(width=64, head_dim=16, mlp_width=64, n_heads=4, n_kv_heads=2)
+    why = unfit(Transformer(replace(ours_config(case), **sizes)))
+    print(why)
+    assert why and "multiple of" not in why

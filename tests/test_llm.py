@@ -7,7 +7,9 @@ from dataclasses import fields
 import pytest
 import torch
 
+import pagedlm
 from pagedlm import LLM, SamplingParams
+from pagedlm.blocks import ByKey
 from pagedlm.llm import CompletionOutput, RequestOutput
 from pagedlm.model import tiny_config, tiny_model
 from pagedlm.sampling import generate_naive
@@ -98,6 +100,30 @@ def test_a_salt_keeps_prefixes_apart():
 def test_prefix_caching_off():
     llm = tiny(enable_prefix_caching=False)
     assert [ask(llm, list(range(20)))[0].num_cached_tokens for _ in range(2)] == [0, 0]
+
+
+def test_who_is_evicted_is_an_option():
+    "A beginning that is found again and again outlives newer ones under lfu, not under lru; an order of one's own is three lines"
+    class Lucky(ByKey):
+        def key(self, block): return -self.n_found[block]
+    cached, often, p = {}, list(range(20)), SamplingParams(max_tokens=1)
+    for order in "lru", "lfu", Lucky:
+        llm = tiny(num_gpu_blocks_override=14, eviction_order=order)
+        for i in range(4):
+            ask(llm, often, p)
+        for i in range(1, 4):
+            ask(llm, [i]*20, p)
+        cached[order] = ask(llm, often, p)[0].num_cached_tokens
+    assert cached == {"lru": 0, "lfu": 16, Lucky: 0}
+
+
+def test_names_to_import():
+    "What vLLM's scripts import, and nothing that is not there"
+    for name in pagedlm.__all__:
+        assert getattr(pagedlm, name) is not None
+    assert pagedlm.TokensPrompt(prompt_token_ids=[1]) == dict(prompt_token_ids=[1]) and pagedlm.RequestOutput is RequestOutput
+    with pytest.raises(ImportError, match="PoolingParams"):
+        from pagedlm import PoolingParams
 
 
 def test_stop_reasons():
@@ -194,7 +220,7 @@ def test_stop_ids_outside_the_vocabulary():
     (dict(kv_cache_dtype="fp8", attention_backend="torch"), "torch back-end keeps"), (dict(kv_cache_dtype="int3"), "int3"),
     (dict(logits_processors=[print]), "logits_processors"), (dict(max_model_len=257), "257.*256"), (dict(max_model_len=0), "max_model_len=0"),
     (dict(max_num_seqs=0), "max_num_seqs=0"), (dict(max_num_seqs=9, max_num_batched_tokens=8), "8.*9"), (dict(block_size=0), "block_size=0"),
-    (dict(num_gpu_blocks_override=1), "n_blocks=1"), (dict(attention_backend="magic"), "magic"), (dict(scheduling_policy="magic"), "magic"),
+    (dict(eviction_order="magic"), "magic.*lru"), (dict(gpu_memory_utilization=0), "gpu_memory_utilization=0"), (dict(num_gpu_blocks_override=1), "n_blocks=1"), (dict(attention_backend="magic"), "magic"), (dict(scheduling_policy="magic"), "magic"),
     (dict(long_prefill_token_threshold=-1), "-1"), (dict(num_gpu_blocks_override=None, kv_cache_memory_bytes=100), "100")], ids=str)
 def test_bad_options(kw, says):
     with pytest.raises(ValueError, match=says):
@@ -219,6 +245,7 @@ def test_priorities_need_a_policy_that_looks_at_them():
     with llm.trace() as trace:
         ask(llm, ["later", "first"], SamplingParams(max_tokens=2), priority=[1, 0])
     assert [f["request"] for _, name, f in trace.events if name == "admit"] == ["1", "0"]
+    assert len(ask(llm, ["a", "b"], SamplingParams(max_tokens=2), priority=3)) == 2
     for policy in "fcfs", "shortest_first", "prefill_first":
         llm = tiny(scheduling_policy=policy)
         with pytest.raises(ValueError, match="does not look at it"):

@@ -528,6 +528,25 @@ def test_twenty_thousand_requests_leave_nothing_behind():
     assert pool.n_free == 29 and len(pool.named) <= 29
 
 
+def test_an_id_is_one_requests_at_a_time():
+    "Waiting or running, its id is taken, and whoever tries changes nothing; when it is done or taken back, it is free"
+    w = World(max_num_seqs=1)
+    running, waiting = (w.add(ids_of(5), max_tokens=3, id=id) for id in "ab")
+    for steps in range(2):
+        for id in "ab":
+            with pytest.raises(ValueError, match=f"request {id}: id in use"):
+                w.add(ids_of(4), id=id)
+        assert len(w.scheduler) == 2
+        w.step()
+    assert w.scheduler.running == {"a": running}
+    w.engine.abort("b")
+    again = w.add(ids_of(4), max_tokens=1, id="b")
+    w.drain()
+    w.add(ids_of(4), max_tokens=1, id="a")
+    w.drain()
+    assert waiting.finish_reason == "abort" and again.finish_reason == running.finish_reason == "length"
+
+
 def test_hits_are_counted():
     w = World()
     for _ in range(2):

@@ -387,7 +387,7 @@ def test_bodies_that_are_none(server):
                  b'{"prompt": "\\ud800"}', b'{"prompt": "a", "user": ' + b'{"a":'*2000 + b"1" + b"}"*2000 + b"}",
                  b'{"prompt": "a", "stop": "\\udc00", "seed": 99999999999999999999}', b"\x00", b'{"prompt": {"a": 1}}'):
         refused(server, body)
-    refused(server, b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
+    assert refused(server, b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})["param"] == "content-type"
     refused(server, b'{"prompt": "a"}', headers={"Content-Type": "application/x-www-form-urlencoded"})
     refused(server, dict(messages=[dict(role="user", content="\ud800")]), "/v1/chat/completions")
     text = "é \x00 \u2028 🥭"  # whatever JSON can say is a prompt

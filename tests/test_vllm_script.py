@@ -71,7 +71,7 @@ def test_much_was_compared():
     said = [answer for told in THEIRS["cases"].values() for answer in records(told)]
     n_ids, n_logprobs = sum(len(a["ids"]) for a in said), sum(len(p) for a in said for p in a["logprobs"] or ())
     print(f"{len(said)} answers of {n_ids} tokens, {n_logprobs} log-probabilities; the closest second choice was {min(gaps)} behind")
-    assert len(said) > 90 and n_ids > 600 and n_logprobs > 50
+    assert len(said) > 90 and n_ids > 600 and n_logprobs > 40
 
 
 def test_differences_are_seen():

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 import torch
-from common import World, play, random_arrivals, random_policy, random_world, sweep  # noqa: F401
+from common import World, play, random_arrivals, random_policy, random_world
 from test_oracle import Real, random_params
 
 from pagedlm.blocks import real
@@ -83,6 +83,24 @@ def test_engine_equals_naive(name):
         total += play(world, rnd, [a | random_params(rnd) for a in arrivals], p_lose=.03).counts()
         total["longer"] += sum(len(r.tokens) > 8 for r in world.requests)
     assert total["longer"] > 15 and total["share"] > 2
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_llm(ahead):
+    "Through the front door: answers of 60 tokens from a pool of 44, and what `generate_naive` says"
+    from pagedlm.llm import LLM
+    from pagedlm.core import SamplingParams
+    from pagedlm.sampling import generate_naive
+    from pagedlm.tokenizer import ByteTokenizer
+    model = tiny_model(tiny_config(windows=(9,)))
+    llm = LLM(model, tokenizer=ByteTokenizer(), block_size=4, num_gpu_blocks_override=12, max_num_batched_tokens=8, max_num_seqs=3,
+              max_model_len=80, async_scheduling=ahead)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = [[*range(5, 5 + n)] for n in (3, 12, 7)]
+    for prompt, out in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
+        assert out.outputs[0].token_ids == generate_naive(model, prompt, params)
+    pool = llm.engine.scheduler.manager.pool
+    assert pool.n_free == pool.n_blocks - 1
 
 
 MUTANTS = {"forgets a block too early": ("n_tokens - self.window + 1)//", "n_tokens - self.window + 2)//"),

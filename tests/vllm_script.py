@@ -483,7 +483,7 @@ def bad_chats(llm):
     return {name: outcome(lambda: talk(llm, x)) for name, x in chats.items()} | dict(
         template=outcome(lambda: talk(llm, FRUITS, chat_template="{% for %}")))
 
-BAD_OPTIONS = [dict(no_such_option=1), dict(dtype="float9"), dict(quantization="magic"), dict(max_model_len=10**6), dict(block_size=0),
+BAD_OPTIONS = [dict(no_such_option=1), dict(dtype="float9"), dict(quantization="magic"), dict(max_model_len=10**6),
                dict(kv_cache_dtype="int3"), dict(scheduling_policy="magic"), dict(tensor_parallel_size=0), dict(gpu_memory_utilization=0)]
 
 @case

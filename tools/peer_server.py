@@ -107,7 +107,8 @@ CACHE = Path(os.environ.get("PAGEDLM_CACHE") or Path.home()/".cache"/"pagedlm")/
 
 
 def ours(port, model, dtype):
-    return [sys.executable, "-m", "pagedlm.cli", "serve", "--port", str(port), "--max-queue", "1000", "--served-model-name", "m",
+    command = "from pagedlm.cli import main; raise SystemExit(main())"
+    return [sys.executable, "-c", command, "serve", "--port", str(port), "--max-queue", "1000", "--served-model-name", "m",
             *(["--model", str(model)] if model else []), *(["--dtype", dtype] if dtype else []), "--option", "enable_prefix_caching=False"], {}
 
 

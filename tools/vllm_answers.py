@@ -14,7 +14,7 @@ from pathlib import Path
 from peers import ROOT, parse, reference, where_things_are
 
 SCRIPT, ANSWERS = ROOT / "tests/vllm_script.py", ROOT / "tests/data/vllm_answers.json"
-TOLERANCE = 1e-3  # of log-probabilities, between two engines in float32
+TOLERANCE = 2e-3  # of log-probabilities, between two engines in float32
 NAMES = """
 import inspect, json
 from dataclasses import fields

@@ -38,13 +38,13 @@ function askForKey(response) {
 // ---- what the engine does: a copy of its state, kept up to date by its events
 
 const engine = {
-  sizes: null, requests: new Map(), tables: new Map(), readers: new Map(), kept: new Set(), steps: [], colors: 0, mine: new Set(),
+  sizes: null, requests: new Map(), tables: new Map(), readers: new Map(), named: new Set(), steps: [], colors: 0, mine: new Set(),
 
   reset(s) {
     this.sizes = s;
     this.requests = new Map(Object.entries(s.requests).map(([id, r]) => [id, this.request(r)]));
     this.tables = new Map(Object.entries(s.tables));
-    this.kept = new Set(s.kept);
+    this.named = new Set(s.named);
     this.readers = new Map();
     for (const blocks of this.tables.values()) this.hold(blocks, 1);
     this.steps = [];
@@ -67,14 +67,12 @@ const engine = {
       if (!this.tables.has(f.request)) this.tables.set(f.request, []);
       this.tables.get(f.request).push(...f.blocks);
       this.hold(f.blocks, 1);
-      for (const b of f.blocks) name === "take" && this.kept.delete(b);
     } else if (name === "free") {
       this.hold(f.blocks, -1);
-      const blockSize = this.sizes.block_size, full = r ? Math.floor(r.n_computed / blockSize) : 0;
-      f.blocks.forEach((b, i) => { if (i < full && !this.readers.has(b)) this.kept.add(b); });
       const left = (this.tables.get(f.request) || []).filter(b => !f.blocks.includes(b));
       left.length ? this.tables.set(f.request, left) : this.tables.delete(f.request);
-    } else if (name === "evict") this.kept.delete(f.block);
+    } else if (name === "name") this.named.add(f.block);
+    else if (name === "evict") this.named.delete(f.block);
     else if (name === "step") this.step(t, f);
   },
   step(t, f) {
@@ -203,11 +201,11 @@ function drawBlocks() {
   for (let b = 0; b < n; b++) {
     const x = b % per * size, y = Math.floor(b / per) * size, w = size - 1, owner = owners.get(b), r = engine.requests.get(owner);
     const color = engine.readers.get(b) > 1 ? shared : r ? css(r.color) : free;
-    c.globalAlpha = owner === undefined ? (engine.kept.has(b) ? .45 : .15) : .85;
+    c.globalAlpha = owner === undefined ? (engine.named.has(b) ? .45 : .15) : .85;
     c.fillStyle = c.strokeStyle = color;
     c.fillRect(x, y, w, w);
     c.globalAlpha = 1;
-    if (engine.readers.get(b) > 1 || engine.kept.has(b) && owner === undefined) { // hatched: somebody may read it, too
+    if (engine.readers.get(b) > 1 || engine.named.has(b) && owner === undefined) { // hatched: somebody may read it, too
       c.beginPath();
       c.moveTo(x, y + w);
       c.lineTo(x + w, y);
@@ -226,7 +224,7 @@ $("blocks").addEventListener("pointermove", e => {
   if (b < 0 || b >= layout.n) return;
   const who = [...engine.tables].filter(([, blocks]) => blocks.includes(b)).map(([id]) => id);
   $("at-block").textContent = `block ${b}: ` + (b === 0 ? "the null block, never handed out" : who.length ? "request " + who.join(" and ") :
-    engine.kept.has(b) ? "free, content kept" : "free");
+    engine.named.has(b) ? "free, content kept" : "free");
 });
 window.addEventListener("resize", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
@@ -258,7 +256,7 @@ async function ask(text) {
   busy = new AbortController();
   $("send").hidden = !($("stop").hidden = false);
   try {
-    const body = JSON.stringify({messages, stream: true, stream_options: {include_usage: true}});
+    const body = JSON.stringify({messages, temperature: 0.6, top_p: 0.9, stream: true, stream_options: {include_usage: true}});
     const response = await fetch("/v1/chat/completions", {method: "POST", headers: headers(), body, signal: busy.signal});
     if (!response.ok) {
       askForKey(response);

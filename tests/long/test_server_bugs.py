@@ -39,9 +39,9 @@ def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert source.count(old) == 1, f"{module}.py has changed: this bug needs a new line"
     path.write_text(source.replace(old, new), encoding="utf-8")
     env = os.environ | dict(PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", f"({tests}) and not snippets", "tests/test_server.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", f"({tests}) and not snippets", str(ROOT/"tests"/"test_server.py")]
     try:
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         return  # it hangs: that is noticed
     assert done.returncode == 1, done.stdout[-3000:]
