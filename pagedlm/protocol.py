@@ -60,7 +60,7 @@ class Wire(BaseModel):
         if not isinstance(x, dict): return x
         return {k: v for k, v in x.items() if not (k in REFUSED and (v is None or v == []))}
 
-# %% ../nbs/43_protocol.ipynb #8ad1ad66
+# %% ../nbs/43_protocol.ipynb #4eb77d36
 Word = Annotated[str, Field(min_length=1, max_length=256)]  # a stop string, or one that is not to be said
 Ids = Annotated[list[int], Field(max_length=1000)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -80,7 +80,7 @@ class Sampling(Wire):
     stream:bool|None = None
     stream_options:StreamOptions|None = None
     n:Annotated[int, Field(ge=1, le=16)]|None = None
-    seed:Annotated[int, Field(ge=-2**63, lt=2**63)]|None = None
+    seed:Annotated[int, Field(ge=-2**63, lt=2**63 - 16)]|None = None # further answers count on from it
     stop:Word|Annotated[list[Word], Field(max_length=16)]|None = None
     max_tokens:Annotated[int, Field(ge=0)]|None = None
     temperature:Annotated[float, Field(ge=0, le=2)]|None = None
@@ -89,9 +89,9 @@ class Sampling(Wire):
     presence_penalty:Penalty|None = None
     logit_bias:Annotated[dict[TokenId, Bias], Field(max_length=1024)]|None = None
     # vLLM's, with the meaning that `SamplingParams` gives them
-    top_k:Annotated[int, Field(ge=-1)]|None = None
+    top_k:Annotated[int, Field(ge=-1, lt=2**31)]|None = None
     min_p:Annotated[float, Field(ge=0, le=1)]|None = None
-    repetition_penalty:Annotated[float, Field(gt=0)]|None = None
+    repetition_penalty:Annotated[float, Field(ge=.01, le=100)]|None = None # beyond that, logits overflow
     min_tokens:Annotated[int, Field(ge=0)]|None = None
     ignore_eos:bool|None = None
     stop_token_ids:Ids|None = None

@@ -399,7 +399,7 @@ def make_app(
         return Response(pages[name][1], headers=_SAFE, media_type=pages[name][0])
     return with_errors(app)
 
-# %% ../nbs/43_server.ipynb #0d274736
+# %% ../nbs/43_server.ipynb #beb6cfdc
 def with_errors(app:FastAPI)->FastAPI:
     "Every error in one form, and described as such"
     @app.exception_handler(ApiError)
@@ -425,7 +425,8 @@ def with_errors(app:FastAPI)->FastAPI:
             said = app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             for path in said["paths"].values(): # a wrong field is a 400 here
                 for operation in path.values(): operation["responses"].pop("422", None)
-            for name in ("HTTPValidationError", "ValidationError"): said["components"]["schemas"].pop(name, None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                said["components"]["schemas"].pop(name, None)
         return app.openapi_schema
     app.openapi = describe
     return app

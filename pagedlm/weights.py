@@ -290,7 +290,7 @@ GGUF_NAMES = { # our part -> a GGUF's tensors; {l}: the layer, {e}: the expert
 GGUF_EXPERTS = {"mlp.gate_up": "blk.{l}.ffn_gate_exps.{e} blk.{l}.ffn_up_exps.{e}",
                 "mlp.down": "blk.{l}.ffn_down_exps.{e}"}
 
-# %% ../nbs/08_weights.ipynb #9581af9b
+# %% ../nbs/08_weights.ipynb #609fb025
 GGUF_KEYS = {"block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
@@ -306,8 +306,8 @@ OTHER_KEYS = dict( # of families that call things otherwise
           "feed_forward_length": "n_inner", "attention.head_count": "n_head"},
     mixtral={"expert_count": "num_local_experts"})
 
-ROPE_KEYS = {"type": "rope_type", "factor": "factor",
-    "original_context_length": "original_max_position_embeddings", "attn_factor": "attention_factor", "yarn_attn_factor": "attention_factor",
+ROPE_KEYS = {"type": "rope_type", "factor": "factor", "attn_factor": "attention_factor",
+    "original_context_length": "original_max_position_embeddings", "yarn_attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"} # what `rope.scaling.` may say
 
 _EXPERTS = "expert_count", "expert_used_count" # written as 0 where there are none
@@ -389,7 +389,7 @@ def _gguf_tokenizer(file)->Path: # a `GGUFFile`
         with whole_file(path) as f: f.write(text.encode())
     return path
 
-# %% ../nbs/08_weights.ipynb #f70fdd51
+# %% ../nbs/08_weights.ipynb #7caeb76a
 _TURN_ENDS = "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>" # older files do not say so
 
 class GGUFSource:
@@ -447,7 +447,8 @@ class GGUFSource:
     def recipes(self, config)->dict: return recipes(config, self.names_of)
 
     def _ordered(self, name): # rows in our order: bytes of packed ones, else numbers
-        rows, part, arch = self.tensors[name].data, name.split(".")[-2], self.file.fields["general.architecture"]
+        rows, part = self.tensors[name].data, name.split(".")[-2]
+        arch = self.file.fields["general.architecture"]
         if part not in ("attn_q", "attn_k") or arch not in REORDERED: return rows
         heads = self.meta["num_attention_heads"]
         return unpermute(rows, self.meta.get("num_key_value_heads", heads) if part == "attn_k" else heads)

@@ -296,7 +296,10 @@ def test_rows_of_a_checkpoint(kind, tmp_path):
     model = quant.packed_transformer(tiny_config(), kind)
     load_into(model, source)
     want = pack(tiny_model(), kind)
-    for got, there in zip(quant.tie(model).buffers(), want.buffers(), strict=True):
+    for part in (*quant.tie(model).modules(), *want.modules()):
+        if isinstance(part, quant.QLinear):
+            part.settle() # otherwise at the first product
+    for got, there in zip(model.buffers(), want.buffers(), strict=True):
         assert torch.equal(got, there)
     as_stored = quant.packed_transformer(tiny_config())
     load_into(as_stored, source)

@@ -344,7 +344,7 @@ WRONG = [  # a change to a right request, the field that is to blame
     (dict(logit_bias={"x": 1}), "logit_bias"), (dict(logit_bias={"1": 101}), "logit_bias"), (dict(logit_bias={"999": 1}), "logit_bias"),
     (dict(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"), (dict(stop_token_ids=[258]), "stop_token_ids"),
     (dict(suffix="end"), "suffix"), (dict(best_of=3), "best_of"), (dict(temprature=1), "temprature"), (dict(logits_processors=["os"]), "logits_processors"),
-    (dict(priority=3), "priority"), (dict(min_tokens=9), "min_tokens"), (dict(seed=2**63), "seed"), (dict(stream=1), "stream"),
+    (dict(top_k=2**31), "top_k"), (dict(repetition_penalty=5e-324), "repetition_penalty"), (dict(priority=3), "priority"), (dict(min_tokens=9), "min_tokens"), (dict(seed=2**63), "seed"), (dict(stream=1), "stream"),
     (dict(structured_outputs=dict(jsn=1)), "structured_outputs"), (dict(frequency_penalty=2.1), "frequency_penalty"),
     (dict(stream_options=dict(usage=True)), "stream_options.usage"), (dict(bad_words=[""]), "bad_words.0")]
 
@@ -666,34 +666,6 @@ def test_shutting_down_does_not_wait_for_ever():
             assert text.endswith(b"data: [DONE]\n\n")
 
 
-SERVE = [sys.executable, "-u", "-c", """
-import sys
-sys.path.insert(0, sys.argv[1])
-import test_server
-with_server = test_server.Server(test_server.tiny(), "tiny", grace=float(sys.argv[2]))
-print(with_server.url, flush=True)
-with_server.run()
-print("ended", len(with_server.engine.llm.engine.scheduler), flush=True)
-"""]
-
-
-def test_a_process_ends_in_good_order():
-    child = subprocess.Popen([*SERVE, os.path.dirname(__file__), "20"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        host, _, port = child.stdout.readline().strip().removeprefix("http://").partition(":")
-        with closing(HTTPConnection(host, int(port), timeout=30)) as http:
-            http.request("POST", "/v1/completions", json.dumps(LONG | dict(stream=True)), {"Content-Type": "application/json"})
-            r = http.getresponse()
-            r.readline()
-            child.send_signal(signal.SIGTERM)
-            text = r.read()
-        said, errors = child.communicate(timeout=30)
-    finally:
-        child.kill()
-    assert child.returncode == 0 and said == "ended 0\n" and not errors, (said, errors)
-    assert b"[DONE]" in text and b'"finish_reason":"length"' in text
-
-
 # ---- the page "Serve it", and the command
 
 PAGE = Path(__file__).parent.parent/"nbs"/"serve.ipynb"
@@ -712,24 +684,22 @@ SNIPPETS = [(kind, s) for kind, s in snippets() if s not in STARTS]
 
 @pytest.fixture(scope="module")
 def command():
-    "`pagedlm serve`, the default model and all: its URL. It ends with Ctrl-C, in good order"
+    "`pagedlm serve`, the default model and all: the process, and its `url`"
     code = "from pagedlm.cli import main; raise SystemExit(main())"
     child = subprocess.Popen([sys.executable, "-u", "-c", code, "serve", "--port", "0", "--max-model-len", "1024"],
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         line = child.stdout.readline()
         assert line.startswith("SmolLM2-135M-Instruct is served at http://127.0.0.1:"), line
-        yield re.search(r"http://\S+?(?=/v1)", line)[0]
-        child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=30)
+        child.url = re.search(r"http://\S+?(?=/v1)", line)[0]
+        yield child
     finally:
         child.kill()
-    assert child.returncode == 0 and not errors, errors
 
 
 @pytest.mark.parametrize("kind, source", SNIPPETS, ids=[f"{i}-{kind}" for i, (kind, _) in enumerate(SNIPPETS)])
 def test_snippets_of_the_page(command, capsys, kind, source):
-    source = source.replace("http://localhost:8000", command)
+    source = source.replace("http://localhost:8000", command.url)
     if kind == "python":
         exec(compile(source, "serve.ipynb", "exec"), {})
         assert capsys.readouterr().out.strip()
@@ -744,7 +714,7 @@ def test_snippets_of_the_page(command, capsys, kind, source):
 
 
 def test_the_command(command):
-    with openai.OpenAI(base_url=f"{command}/v1", api_key="-", max_retries=0) as c:
+    with openai.OpenAI(base_url=f"{command.url}/v1", api_key="-", max_retries=0) as c:
         r = chat(c, model="SmolLM2-135M-Instruct", messages=[dict(role="user", content="What is the capital of Japan?")])
         assert "Tokyo" in r.choices[0].message.content
 
@@ -784,6 +754,19 @@ def test_how_the_page_starts_it(monkeypatch, capsys):
 def test_the_command_refuses_in_words(args, says, capsys):
     from pagedlm.cli import main
     assert main(["serve", *args]) == 2 and says in capsys.readouterr().err
+
+
+def test_the_command_ends_in_good_order(command):
+    "While somebody is being answered, who hears the end; the last test that needs it"
+    with closing(HTTPConnection(command.url.removeprefix("http://"), timeout=60)) as http:
+        http.request("POST", "/v1/completions", json.dumps(LONG | dict(stream=True, max_tokens=60)), {"Content-Type": "application/json"})
+        r = http.getresponse()
+        r.readline()
+        command.send_signal(signal.SIGTERM)
+        text = r.read()
+    _, errors = command.communicate(timeout=60)
+    assert command.returncode == 0 and not errors, errors
+    assert text.endswith(b"data: [DONE]\n\n") and text.count(b'"finish_reason":"length"') == 1
 
 
 # ---- requests that a machine makes up, and a soak

@@ -2,7 +2,6 @@
 import asyncio
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from pagedlm import LLM, SamplingParams
 from pagedlm.server import Server
 
 SECONDS = float(os.environ.get("PAGEDLM_SOAK", 600))
+REQUESTS = int(os.environ.get("PAGEDLM_LOAD", 500))
 
 
 def resident():
@@ -26,7 +26,7 @@ def resident():
 
 
 def test_a_load_is_answered_as_each_request_alone():
-    llm, load = LLM(), make_load(500)
+    llm, load = LLM(), make_load(REQUESTS)
     with Server(llm, "m", max_queue=500) as server:
         address = "127.0.0.1", int(server.url.rpartition(":")[2])
         asyncio.run(run_load(*address, "m", load[:64]))  # whatever is made once has been made
@@ -39,7 +39,7 @@ def test_a_load_is_answered_as_each_request_alone():
     told = account(load, heard, seconds, cpu)
     print("\n" + "\n".join(f"{k:26}{v:10.1f}" for k, v in told.items()), f"\n{'grown, MB':26}{grown/1e6:10.1f}")
     stayed = [(a, h.text) for a, h in zip(load, heard) if a.patience is None]
-    assert len(stayed) > 350 and all(text is not None for _, text in stayed)
+    assert len(stayed) > .7*REQUESTS and all(text is not None for _, text in stayed)
     assert grown < 64e6, f"{grown/1e6:.0f} MB more than before"  # its blocks are touched one after the other, once
     wrong = 0
     for a, text in stayed:
