@@ -93,10 +93,10 @@ _SWITCH = lambda x: isinstance(x, bool), "True or False"
 _RULES = dict( # field -> (is it right?, what it must be)
     n=(lambda x: _whole(x) and 1 <= x <= 16384, "a whole number in [1, 16384]"),
     presence_penalty=_PENALTY, frequency_penalty=_PENALTY,
-    repetition_penalty=(lambda x: _real(x) and x > 0, "a number above 0"),
+    repetition_penalty=(lambda x: _real(x) and .01 <= x <= 100, "a number in [0.01, 100]"),
     temperature=(lambda x: _real(x) and x >= 0, "a number of at least 0"),
     top_p=(lambda x: _real(x) and 0 < x <= 1, "a number in (0, 1]"),
-    top_k=(lambda x: _whole(x) and x >= -1, "a whole number; 0 or -1 keep all tokens"),
+    top_k=(lambda x: _whole(x) and -1 <= x < 2**31, "a whole number in [-1, 2**31); 0 or -1 keep all"),
     min_p=(lambda x: _real(x) and 0 <= x <= 1, "a number in [0, 1]"),
     seed=(lambda x: x is None or _whole(x) and -2**63 <= x < 2**63, "None or a whole number of 64 bits"),
     stop=(lambda x: _all(_word, x), "a string or several, none of them empty"),
