@@ -1,10 +1,13 @@
 "The default model, loaded once for all tests that want it: by us, and by transformers"
 import os
+import signal
 from functools import cache
 from unittest.mock import patch
 
 import pytest
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anybody imports Triton: a process has one mode for good
 
 
