@@ -345,3 +345,19 @@ def check_noticed(notices, module, old, new, path, seconds=60):
     process.start()
     process.join(seconds)
     assert process.exitcode in (0, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
+
+
+# ---- checkpoints
+
+def loaded(path, dtype=None, **changes):
+    "Our model of a checkpoint, tokenizer or not; float32 if nothing else, with changes of its config"
+    from dataclasses import replace
+
+    import torch
+
+    from pagedlm.model import Transformer
+    from pagedlm.weights import config_of, load_into, open_source
+    source = open_source(path)
+    model = Transformer(replace(config_of(source), **changes), dtype=dtype or torch.float32)
+    load_into(model, source)
+    return model

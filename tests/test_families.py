@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import loaded
 import transformers as hf
 
 from pagedlm.attention import Dense
@@ -14,7 +15,6 @@ from pagedlm.core import cdiv
 from pagedlm.families import Family, config_from, families
 from pagedlm.model import Transformer
 from pagedlm.paged import AttnMeta, Paged, backends, load_backend
-from pagedlm.weights import config_of, load_into, open_source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,13 +59,6 @@ def theirs(name, kw, seed=0):
         if "norm" in key and not key.endswith("bias") and not name.startswith("Gemma") or ".ln_" in key and key.endswith("weight"):
             noise += 1
         p.data.copy_(noise)
-    return model
-
-
-def ours(path, dtype=torch.float32, **changes):
-    source = open_source(path)
-    model = Transformer(replace(config_of(source), **changes), dtype=dtype)
-    load_into(model, source)
     return model
 
 
@@ -123,7 +116,7 @@ def check(model, reference, n=T, atol=1e-4, backends=("torch", "reference")):
 @pytest.mark.parametrize("case", CASES)
 def test_family(tmp_path, case):
     reference = theirs(*CASES[case])
-    model = ours(saved(reference, tmp_path))
+    model = loaded(saved(reference, tmp_path))
     assert model.config.family == case.split()[0]
     check(model, reference)
 
@@ -135,13 +128,13 @@ FLAGS = "embed_scale attn_scale attn_softcap logit_softcap windows local_rope_th
 def test_every_difference_matters(tmp_path, case):
     "As Llama has it, each flag of a family gives other logits: what is checked above is noticed"
     reference = theirs(*CASES[case])
-    right = ours(saved(reference, tmp_path))
+    right = loaded(saved(reference, tmp_path))
     odd = {f: ModelConfig.__dataclass_fields__[f].default for f in FLAGS}
     odd = {f: x for f, x in odd.items() if getattr(right.config, f) != x and (f != "rope_theta" or right.config.positions == "rope")}
     with torch.inference_mode():
         want = right.logits(right(ids_of(), Dense()))
         for f, x in odd.items():
-            wrong = ours(tmp_path, **{f: x})
+            wrong = loaded(tmp_path, **{f: x})
             assert (wrong.logits(wrong(ids_of(), Dense())) - want).abs().max() > 1e-3, f
     print(*odd)
 
@@ -170,7 +163,7 @@ def rope_model(kind, **kw):
 def test_rope(tmp_path, kind, spelling):
     rope, reference = rope_model(kind)
     old = dict(rope_parameters=..., rope_theta=rope["rope_theta"], rope_scaling={k: x for k, x in rope.items() if k != "rope_theta"})
-    model = ours(saved(reference, tmp_path, **old if spelling == "old" else {}))
+    model = loaded(saved(reference, tmp_path, **old if spelling == "old" else {}))
     check(model, reference, backends=["torch"])
     assert model.config.max_len == (60 if kind in ("linear", "dynamic") else 64)
 
@@ -179,7 +172,7 @@ def test_rope(tmp_path, kind, spelling):
 def test_speeds_follow_the_longest_sequence(tmp_path, kind, max_len):
     "What transformers chooses for a text of that length, we choose for an engine of that length"
     reference = rope_model(kind)[1]
-    check(ours(saved(reference, tmp_path), max_len=max_len), reference, n=max_len, backends=["torch"])
+    check(loaded(saved(reference, tmp_path), max_len=max_len), reference, n=max_len, backends=["torch"])
 
 
 @pytest.mark.parametrize("change,words", {
@@ -286,7 +279,7 @@ def weights(name, tensor, meta):
 def test_a_family_that_a_reader_adds(tmp_path, monkeypatch):
     monkeypatch.setitem(families, "granite", Family("granite", ("GraniteForCausalLM",), more=fields, adapt=weights))
     reference = theirs("Granite", SQUARE | dict(residual_multiplier=.4, logits_scaling=1.7, embedding_multiplier=3., attention_multiplier=.2))
-    check(ours(saved(reference, tmp_path)), reference)
+    check(loaded(saved(reference, tmp_path)), reference)
 
 
 def test_gpt2_as_it_was_first_published(tmp_path):
@@ -297,13 +290,13 @@ def test_gpt2_as_it_was_first_published(tmp_path):
     tensors = {name.removeprefix("transformer."): x for name, x in load_file(file).items()}
     masks = {f"h.{l}.attn.bias": torch.ones(1, 1, 64, 64).tril() for l in range(3)}
     save_file({name: x for name, x in tensors.items() if name != "lm_head.weight"} | masks, file)
-    check(ours(tmp_path), reference, backends=[])
+    check(loaded(tmp_path), reference, backends=[])
 
 
 def test_norms_near_one_survive_16_bits(tmp_path):
     "1 + w is more than bfloat16 can say"
     reference = theirs(*CASES["gemma3"]).bfloat16()
-    model = ours(saved(reference, tmp_path), torch.bfloat16)
+    model = loaded(saved(reference, tmp_path), torch.bfloat16)
     w = reference.model.norm.weight.float() + 1
     assert model.dtype == torch.bfloat16 and torch.equal(model.norm.weight, w) and not torch.equal(w.bfloat16().float(), w)
 
@@ -315,7 +308,7 @@ def test_norms_near_one_survive_16_bits(tmp_path):
 def test_back_ends(tmp_path, monkeypatch, name, case, n, sizes):
     "Windows, caps, norms of heads, layers without positions: in kernels (interpreted), and in shapes that never change"
     monkeypatch.setitem(backends, "fixed", "pagedlm.graphs:FixedBackend")
-    model = ours(saved(theirs(*CASES[case]), tmp_path))
+    model = loaded(saved(theirs(*CASES[case]), tmp_path))
     ids = ids_of(n)
     with torch.inference_mode():
         want = model.logits(model(ids, Dense()))

@@ -6,24 +6,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from common import said_by
+from common import loaded, said_by
 from gguf.quants import dequantize
 from gguf_files import CASES, IDS, build, logits, rounded, write
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers as pt, trainers
 from tokenizers import Tokenizer as Inner
 
 from pagedlm.attention import Dense
-from pagedlm.model import Transformer
 from pagedlm.quant import load_packed
 from pagedlm.vocab import BYTE, CONTROL, NORMAL, UNKNOWN, USER, tokenizer_json
-from pagedlm.weights import GGUFFile, GGUFSource, config_of, load_into, open_source, unpack
-
-
-def ours(path, dtype=torch.float32):
-    source = open_source(path)
-    model = Transformer(config_of(source), dtype=dtype)
-    load_into(model, source)
-    return model
+from pagedlm.weights import GGUFFile, GGUFSource, open_source, unpack
 
 
 @torch.inference_mode()
@@ -36,14 +28,14 @@ def check(model, theirs, atol=1e-4):
 @pytest.mark.parametrize("name", CASES)
 def test_family(tmp_path, name):
     model = build(name)
-    check(ours(write(model, name, tmp_path/"m.gguf")), logits(model))
+    check(loaded(write(model, name, tmp_path/"m.gguf")), logits(model))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3moe", "smollm3", "gemma3"])
 def test_rounded(tmp_path, name):
     "Blocks of rows that were reordered, transposed, or cut into experts"
     path = write(build(name), name, tmp_path/"m.gguf", "Q8_0")
-    check(ours(path), logits(rounded(build(name), "Q8_0")))
+    check(loaded(path), logits(rounded(build(name), "Q8_0")))
 
 
 def test_only_where_the_format_reorders(tmp_path):
@@ -118,7 +110,7 @@ def test_a_model_of_k_blocks(tmp_path, caplog):
             if p.dim() > 1:
                 p.copy_(new[names.get_name(key, try_suffixes=(".weight", ".bias"))])
     want = logits(model)
-    assert (ours(path).logits(ours(path)(IDS, Dense())) - want).abs().max() < 1e-4*want.abs().max()
+    assert (loaded(path).logits(loaded(path)(IDS, Dense())) - want).abs().max() < 1e-4*want.abs().max()
     source = open_source(path)
     assert source.kinds == {"Q4_K", "Q6_K"} and source.dtype == torch.bfloat16
     source.tokenizer = lambda: None

@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from common import loaded
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
@@ -46,14 +47,6 @@ def llama(shape="gqa", tied=True, seed=0):
     return model
 
 
-def ours(path, dtype=torch.float32):
-    "Our model of a checkpoint, tokenizer or not"
-    source = open_source(path)
-    model = Transformer(config_of(source), dtype=dtype)
-    load_into(model, source)
-    return model
-
-
 @torch.inference_mode()
 def check(model, reference, atol=1e-4):
     theirs = reference(IDS[None]).logits[0]
@@ -74,7 +67,7 @@ def test_safetensors(tmp_path, shape, size):
     model = llama(shape, tied=False)
     save(model, tmp_path, max_shard_size=size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 5) == (size == "20KB")
-    check(ours(tmp_path), model)
+    check(loaded(tmp_path), model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -85,7 +78,7 @@ def test_stored_dtype(tmp_path, dtype):
     with torch.no_grad():
         for p in rounded.parameters():  # only these: `.float()` would keep angles in 16 bits
             p.copy_(p.to(dtype))
-    check(ours(tmp_path), rounded)
+    check(loaded(tmp_path), rounded)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -99,13 +92,13 @@ def test_tied_and_stored(tmp_path, tied, stored):
     save_file(tensors, file)
     if not tied and not stored:
         with pytest.raises(ValueError, match="missing tensors: lm_head.weight"):
-            ours(tmp_path)
+            loaded(tmp_path)
         return
-    check(ours(tmp_path), model)
+    check(loaded(tmp_path), model)
     if tied and stored:
         save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1}, file)
         with pytest.raises(ValueError, match="lm_head.weight differs from model.embed_tokens.weight"):
-            ours(tmp_path)
+            loaded(tmp_path)
 
 
 @pytest.mark.parametrize("keep", ["rope_parameters", "rope_theta"])
@@ -118,7 +111,7 @@ def test_old_config(tmp_path, keep):
         meta["rope_theta"] = meta.pop("rope_parameters")["rope_theta"]
     gone = "head_dim", "num_key_value_heads", "attention_bias", "mlp_bias", "rope_scaling"
     file.write_text(json.dumps({k: v for k, v in meta.items() if k not in gone}))
-    check(ours(tmp_path), model)
+    check(loaded(tmp_path), model)
 
 
 def test_one_tensor_at_a_time(tmp_path):
@@ -191,7 +184,7 @@ def test_gguf(tmp_path, shape, tied):
     assert source.dtype == torch.float32
     for name, p in model.named_parameters():
         assert torch.equal(source.tensor(gguf_name(name)), p)
-    check(ours(source.path), model)
+    check(loaded(source.path), model)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -201,7 +194,7 @@ def test_gguf_packed(tmp_path, kind):
     source = open_source(write_gguf(model, tmp_path / "m.gguf", kind))
     assert 0 < (model.model.embed_tokens.weight - before).abs().max() < .2
     assert source.dtype == (torch.float16 if kind == "F16" else torch.bfloat16)
-    check(ours(source.path), model)
+    check(loaded(source.path), model)
 
 
 @pytest.mark.parametrize("rows", [1, 6, 8, 20])
@@ -402,7 +395,7 @@ def test_damaged_folder(tmp_path, sound, name):
     damage, words = DAMAGE[name]
     damage(tmp_path)
     with pytest.raises(ValueError, match=words) as e:
-        ours(tmp_path)
+        loaded(tmp_path)
     if name not in ("architecture", "rope", "window", "no width"):  # a family does not know the folder; see below
         assert str(tmp_path) in str(e.value)
 
@@ -432,12 +425,12 @@ def test_stray_files(tmp_path):
     save(model, tmp_path, max_shard_size="20KB")
     save_file({"lm_head.weight": torch.zeros(3)}, tmp_path / "consolidated.safetensors")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"nothing")
-    check(ours(tmp_path), model)
+    check(loaded(tmp_path), model)
     other = tmp_path / "one"
     save(model, other)
     (other / "pytorch_model.bin").write_bytes(b"nothing")
     save_file({"lm_head.weight": torch.zeros(3)}, other / "consolidated.safetensors")
-    check(ours(other), model)
+    check(loaded(other), model)
 
 
 def test_without_the_prefix(tmp_path):
@@ -446,7 +439,7 @@ def test_without_the_prefix(tmp_path):
     model.model.save_pretrained(tmp_path)
     edit(tmp_path / CONFIG, architectures=["LlamaForCausalLM"])
     assert "embed_tokens.weight" in open_source(tmp_path).names()
-    check(ours(tmp_path), model)
+    check(loaded(tmp_path), model)
 
 
 def test_pickles_and_other_things_are_refused(tmp_path):
@@ -565,7 +558,7 @@ def test_scrambled_gguf(tmp_path):
             data[at] = rng.integers(256)
         path.write_bytes(data)
         try:
-            ours(path)
+            loaded(path)
         except ValueError as e:
             assert str(e)
 
@@ -793,5 +786,5 @@ def test_hub_cached(tmp_path, monkeypatch):
         return str(save(model, tmp_path))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    check(ours("org/llama@abc123"), model)
+    check(loaded("org/llama@abc123"), model)
     assert (asked["repo"], asked["revision"]) == ("org/llama", "abc123") and "*.safetensors" in asked["allow_patterns"]
