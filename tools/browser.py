@@ -50,20 +50,24 @@ def referenced(table)->set:
 
 
 def touched(statement)->set:
-    "Names of objects that a statement may change: those whose methods it calls, or whose parts it assigns"
-    found = set()
+    "Names of objects that a statement may change: whose methods it calls, whose parts it assigns, what it hands on"
+    parts, is_call = [], isinstance(getattr(statement, "value", None), ast.Call)
     for node in ast.walk(statement):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
-            continue
-        parts = [node.func] if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else []
-        parts += [t for t in getattr(node, "targets", [getattr(node, "target", None)]) if t] if isinstance(node, (
-            ast.Assign, ast.AugAssign, ast.Delete)) else []
-        parts += node.args if isinstance(node, ast.Call) and isinstance(getattr(statement, "value", None), ast.Call) else []
-        for part in parts:
-            while isinstance(part, (ast.Attribute, ast.Subscript)):
-                part = part.value
-            found |= {part.id} if isinstance(part, ast.Name) else set()
-    return found
+        if isinstance(node, ast.Call):
+            parts += [node.func] if isinstance(node.func, ast.Attribute) else []
+            parts += node.args if is_call else []
+        elif isinstance(node, (ast.Assign, ast.Delete)):
+            parts += node.targets
+        elif isinstance(node, ast.AugAssign):
+            parts.append(node.target)
+    return {root.id for root in map(root_of, parts) if isinstance(root, ast.Name)}
+
+
+def root_of(node):
+    "`a` of `a.b[c].d`"
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node
 
 
 def absent(
@@ -148,17 +152,20 @@ def runnable(
 
 # ---- the runtime
 
-def pyodide(
-    cache:Path, # folder for packages
-)->Path:        # npm's package, unpacked
-    "Pyodide without packages, from npm, once"
-    folder = cache/f"pyodide-{PYODIDE}"
+def npm_package(
+    name:str,    # of npm
+    version:str,
+    cache:Path,  # folder for packages
+)->Path:         # it, unpacked
+    "Get a package with npm, once"
+    folder = cache/f"{name}-{version}"
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        if subprocess.run(["npm", "pack", "--silent", f"pyodide@{PYODIDE}"], cwd=cache, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.DEVNULL).returncode:
-            sys.exit(f"npm could not get pyodide {PYODIDE}, see above")
-        shutil.unpack_archive(cache/f"pyodide-{PYODIDE}.tgz", cache/"unpacked")
+        command = ["npm", "pack", "--silent", f"{name}@{version}"]
+        quiet = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        if subprocess.run(command, cwd=cache, **quiet).returncode:
+            sys.exit(f"npm could not get {name} {version}, see above; `--cdn` leaves KaTeX and Mermaid to a CDN")
+        shutil.unpack_archive(cache/f"{name}-{version}.tgz", cache/"unpacked")
         (cache/"unpacked"/"package").rename(folder)
     return folder
 
@@ -208,7 +215,7 @@ def add_runtime(
         return "nothing runs in the browser"
     if not shutil.which("npm"):
         return "No npm here, so no cell runs in the reader's browser."
-    core, out = pyodide(cache), site/"run"
+    core, out = npm_package("pyodide", PYODIDE, cache), site/"run"
     folder = out/f"pyodide-{PYODIDE}"
     wheel = wheel_of(package, cache/"wheel")
     listed = lock(core, wheel)
