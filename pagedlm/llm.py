@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['KV_DTYPES', 'RequestMetrics', 'Logprob', 'CompletionOutput', 'RequestOutput', 'TextPrompt', 'TokensPrompt', 'as_list',
-           'check_ids', 'parse_prompt', 'Fanout', 'find_stop', 'n_held', 'live_stops', 'Choice', 'Answer', 'spell',
-           'check_params', 'TextEngine', 'EmbeddingOutput', 'EmbeddingRequestOutput', 'Pool', 'pool_size',
-           'pick_kernels', 'compiled_step', 'run_largest', 'load_text_model', 'find_policy', 'find_order',
-           'default_params', 'LLM']
+           'is_one', 'check_ids', 'parse_prompt', 'Fanout', 'find_stop', 'n_held', 'live_stops', 'Choice', 'Answer',
+           'spell', 'check_params', 'TextEngine', 'EmbeddingOutput', 'EmbeddingRequestOutput', 'Pool', 'pool_size',
+           'pick_kernels', 'compiled_step', 'run_largest', 'load_text_model', 'by_name', 'default_params', 'LLM']
 
 # %% ../nbs/40_llm.ipynb #75cbdc6a
 import json
@@ -98,15 +97,17 @@ class TokensPrompt(TextPrompt, total=False):
     "The same for ids; `prompt` is shown, not read"
     prompt_token_ids:list
 
-# %% ../nbs/40_llm.ipynb #5111d769
+# %% ../nbs/40_llm.ipynb #652fffb6
 def as_list(
     prompts,  # what `generate` was given
 )->list:      # of single prompts
     "One prompt or many? A string, a dict or a list of ids is one"
-    if isinstance(prompts, (str, dict)): return [prompts]
-    prompts = list(prompts)
-    if not prompts: raise ValueError("prompts=[]: there is no prompt in it, and at least 1 token is needed")
-    return prompts if isinstance(prompts[0], (str, dict, list, tuple)) else [prompts]
+    if not isinstance(prompts, (str, dict)): prompts = list(prompts)
+    if prompts == []: raise ValueError("prompts=[]: there is no prompt in it, and at least 1 token is needed")
+    return [prompts] if is_one(prompts) else prompts
+
+def is_one(prompts)->bool: # a string, a dict, or a list of ids
+    return isinstance(prompts, (str, dict)) or not isinstance(prompts[0], (str, dict, list, tuple))
 
 # %% ../nbs/40_llm.ipynb #007a67ef
 def check_ids(
@@ -517,22 +518,17 @@ def load_text_model(
                   else load_model(path, dtype, device, **how))
     return model, tokenizer or own
 
-# %% ../nbs/40_llm.ipynb #e6397fd4
-def find_policy(
-    policy,    # a name, or a `Policy`
-)->Policy:
-    "The scheduling policy of that name"
-    if isinstance(policy, Policy): return policy
-    if policy in policies: return policies[policy]
-    raise ValueError(f"scheduling_policy={policy!r}, but there is only {', '.join(policies)}")
-
-def find_order(
-    order,     # a name, or what makes such a thing
-):             # () -> what keeps the free blocks: see `blocks.orders`
-    "The eviction order of that name"
-    if callable(order): return order
-    if order in orders: return orders[order]
-    raise ValueError(f"eviction_order={order!r}, but there is only {', '.join(orders)}")
+# %% ../nbs/40_llm.ipynb #2c6ccc27
+def by_name(
+    option:str, # what the user calls it
+    given,      # a name, or the thing itself
+    table:dict, # name -> thing
+    fits,       # is this such a thing?
+):
+    "The thing of that name, or your own"
+    if fits(given): return given
+    if given in table: return table[given]
+    raise ValueError(f"{option}={given!r}, but there is only {', '.join(table)}")
 
 # %% ../nbs/40_llm.ipynb #0be3fa77
 _FROM_MODEL = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
@@ -556,7 +552,7 @@ def default_params(
         "requests without sampling_params use %s of %s; generation_config='vllm' turns that off", found, path)
     return found
 
-# %% ../nbs/40_llm.ipynb #8c757491
+# %% ../nbs/40_llm.ipynb #d617fa76
 class LLM:
     "Text in, text out, over one engine. vLLM's names; an option that is not there yet raises"
     def __init__(self,
@@ -592,7 +588,9 @@ class LLM:
             raise ValueError(f"tensor_parallel_size={tensor_parallel_size!r} is not supported yet, only 1")
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization!r}, but it must be in (0, 1]")
-        policy, order = find_policy(scheduling_policy), find_order(eviction_order)
+        is_policy = lambda x: isinstance(x, Policy)
+        policy = by_name("scheduling_policy", scheduling_policy, policies, is_policy)
+        order = by_name("eviction_order", eviction_order, orders, callable)
         processors = request_processors(logits_processors)
         if isinstance(model, (str, Path)): model = find_model(model, revision)
         self.default_params = default_params(model, generation_config)
@@ -723,8 +721,7 @@ class LLM:
                 raise ValueError(f"text {i} has {len(ids)} token, but a perplexity needs at least 2")
             said = [p[id].logprob for id, p in zip(ids[1:], o.prompt_logprobs[1:])]
             found.append(math.exp(-sum(said)/len(said)))
-        one = isinstance(texts, (str, dict)) or not isinstance(texts[0], (str, dict, list, tuple))
-        return found[0] if one else found
+        return found[0] if is_one(texts) else found
 
     def get_tokenizer(self): return self.tokenizer
 

@@ -60,7 +60,7 @@ class Caught:
                              "skip_reading_prefix_cache=True")
         return range(len(found))
 
-# %% ../nbs/42_probe.ipynb #4f1ae3af
+# %% ../nbs/42_probe.ipynb #35e2a8f8
 class _Watched:
     "A back-end that lets somebody look before it answers"
     def __init__(self, backend, look): self.backend, self.look = backend, look
@@ -115,8 +115,8 @@ class Hooks(Caught):
         if not self.here or not heads: return
         i, mine, positions = self.here
         p, B = torch.arange(positions.stop, device=q.device), cache.block_size
-        k = cache.flat(layer)[0][meta.block_tables[i].long()[p // B] * B + p % B]
-        w = attention_weights(q[mine], k.to(q.dtype), p[positions.start:], spec.scale)
+        k, _ = cache.read(layer, meta.block_tables[i].long()[p // B] * B + p % B, q.dtype)
+        w = attention_weights(q[mine], k, p[positions.start:], spec.scale)
         for h in heads: self.looks[layer, h].update(zip(positions, w[h]))
 
 # %% ../nbs/42_probe.ipynb #aa51a2e9

@@ -7,7 +7,7 @@ __all__ = ['CLOSE', 'SECONDS', 'TOKENS', 'Limits', 'is_loopback', 'reply_error',
            'unless_gone', 'event', 'EventStream', 'told', 'failed', 'Service', 'answer', 'read_one', 'chunk_events',
            'trace_events', 'Metrics', 'web_files', 'make_app', 'with_errors', 'Server', 'listen']
 
-# %% ../nbs/43_server.ipynb #1d76b174
+# %% ../nbs/43_server.ipynb #634659a4
 import asyncio
 import hmac
 import logging
@@ -30,7 +30,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from . import __version__
-from .llm import LLM, check_ids
+from .trace import Life
+from .llm import LLM, as_list, check_ids
 from .async_engine import AsyncEngine, QueueFull, ShuttingDown, StepFailed, where
 from .protocol import (ApiError, ChatReply, ChatRequest, CompletionReply, CompletionRequest,
                               DetokenizeRequest, TokenizeRequest, bad_request, chat_params, completion_params,
@@ -174,7 +175,7 @@ def told(asked=None):
 
 def failed(status, message, code): return ApiError(status, message, "server_error", code=code)
 
-# %% ../nbs/43_server.ipynb #a606b3f2
+# %% ../nbs/43_server.ipynb #64ffad2d
 class Service:
     "Requests for one model, read"
     def __init__(self, engine:AsyncEngine, model:str, limits:Limits):
@@ -200,9 +201,8 @@ class Service:
         return prompts, params
 
     def texts(self, prompt)->list:
-        many = isinstance(prompt, list) and not isinstance(prompt[0], int)
         return [dict(prompt=p, prompt_token_ids=self.tokenizer.encode(p)) if isinstance(p, str)
-                else dict(prompt_token_ids=p) for p in (prompt if many else [prompt])]
+                else dict(prompt_token_ids=p) for p in as_list(prompt)]
 
     def chat(self, asked:ChatRequest)->list:
         template = self.llm.chat_template or self.tokenizer.chat_template or ""
@@ -268,7 +268,7 @@ async def trace_events(
         async with aclosing(engine.events()) as news:
             async for what in news: yield event(what, "snapshot" if isinstance(what, dict) else "trace")
 
-# %% ../nbs/43_server.ipynb #4bde2a5a
+# %% ../nbs/43_server.ipynb #a7d1419a
 SECONDS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _COUNTERS = dict(
@@ -292,7 +292,7 @@ class Metrics:
         self.note |= {k: make(Histogram, k, buckets=TOKENS).labels(model) for k in _SIZES}
         self.ended = make(Counter, "request_success", "requests that ended", "finished_reason")
         self.model = model
-        self.live = {} # request -> [arrival, admission, first token, newest token, n_prompt, n_output]
+        self.live = {} # request -> its `Life`
         for name, look in dict(num_requests_running=lambda: len(s.running),
                                num_requests_waiting=lambda: len(s.waiting),
                                kv_cache_usage_perc=lambda: 1 - pool.n_free/(pool.n_blocks - 1)).items():
@@ -301,34 +301,35 @@ class Metrics:
     def __call__(self, name, **fields):
         if note := getattr(self, f"_{name}", None): note(self.clock(), **fields)
 
-    def _arrive(self, t, request, n_prompt): self.live[request] = [t, None, None, None, n_prompt, 0]
+    def _arrive(self, t, request, n_prompt): self.live[request] = Life(request, t, n_prompt)
     def _step(self, t, works, start): self.note["iteration_tokens_total"].observe(sum(n for _, n in works))
     def _preempt(self, t, request): self.count["num_preemptions"].inc()
 
     def _admit(self, t, request, n_cached):
         if not (r := self.live.get(request)): return
-        self.count["prefix_cache_queries"].inc(r[4])
+        self.count["prefix_cache_queries"].inc(r.n_prompt)
         self.count["prefix_cache_hits"].inc(n_cached)
-        if r[1] is None:
-            r[1] = t
-            self.note["request_queue_time_seconds"].observe(t - r[0])
+        if r.admitted is None:
+            r.admitted = t
+            self.note["request_queue_time_seconds"].observe(r.queue)
 
     def _token(self, t, request, n_output):
         if not (r := self.live.get(request)): return
         self.count["generation_tokens"].inc()
-        if r[2] is None:
-            r[2] = t
-            self.count["prompt_tokens"].inc(r[4])
-            self.note["time_to_first_token_seconds"].observe(t - r[0])
-            self.note["request_prefill_time_seconds"].observe(t - r[1])
-        else: self.note["inter_token_latency_seconds"].observe(t - r[3])
-        r[3], r[5] = t, n_output
+        if r.first is None:
+            r.first = t
+            self.count["prompt_tokens"].inc(r.n_prompt)
+            self.note["time_to_first_token_seconds"].observe(r.ttft)
+            self.note["request_prefill_time_seconds"].observe(t - r.admitted)
+        else: self.note["inter_token_latency_seconds"].observe(t - r.last)
+        r.last, r.n_output = t, n_output
 
     def _finish(self, t, request, reason):
         if not (r := self.live.pop(request, None)): return
         self.ended.labels(self.model, reason).inc()
-        for name, x in dict(e2e_request_latency_seconds=t - r[0], request_decode_time_seconds=r[3] - r[2],
-                            request_prompt_tokens=r[4], request_generation_tokens=r[5]).items():
+        for name, x in dict(
+                e2e_request_latency_seconds=t - r.arrival, request_decode_time_seconds=r.last - r.first,
+                request_prompt_tokens=r.n_prompt, request_generation_tokens=r.n_output).items():
             self.note[name].observe(x)
 
     def _abort(self, t, request):

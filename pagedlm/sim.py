@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SOURCES', 'Job', 'Workload', 'load_trace', 'Load', 'load_of', 'CostModel', 'load_samples', 'FittedCost', 'fit_cost',
-           'SimRunner', 'Life', 'Steps', 'Tally', 'glide', 'block_keys', 'Simulated', 'simulate', 'bursty', 'poisson',
+           'SimRunner', 'Steps', 'Tally', 'glide', 'block_keys', 'Simulated', 'simulate', 'bursty', 'poisson',
            'closed_loop', 'sweep']
 
-# %% ../nbs/31_sim.ipynb #5b99dd22
+# %% ../nbs/31_sim.ipynb #33493d34
 import gzip
 from array import array
 from collections import Counter, defaultdict
@@ -26,7 +26,7 @@ from .blocks import LRU, BlockManager, BlockPool
 from .request import Request
 from .scheduler import Scheduler, policies
 from .engine import Engine
-from .trace import Recorder
+from .trace import Life, Recorder
 
 # %% ../nbs/31_sim.ipynb #43f3d70e
 class Job(NamedTuple):
@@ -147,7 +147,7 @@ def load_of(
         n_pairs += n*start + n*(n + 1)//2 # the first sees start + 1 keys, the last start + n
     return Load(n_tokens, len(works), n_sampled, n_kv, n_pairs)
 
-# %% ../nbs/31_sim.ipynb #3434645e
+# %% ../nbs/31_sim.ipynb #40c560e7
 class CostModel:
     "Seconds of a step on paper: what it reads, what it computes, what it sends around"
     def __init__(self,
@@ -180,10 +180,7 @@ class CostModel:
 
     def __call__(self, load:Load)->float:
         "Seconds"
-        n_tokens, _, n_sampled, n_kv, n_pairs = load
-        return (max(self._read, n_tokens * self._token + n_sampled * self._id)
-                + max(n_kv * self._kv, n_pairs * self._pair)
-                + self._sums + n_tokens * self._sent + self.overhead)
+        return sum(self.parts(load).values())
 
     def parts(self, load:Load)->dict:
         "The same, part by part"
@@ -280,32 +277,6 @@ class SimRunner:
         "Let a step's time pass"
         self.load = load
         self.clock.advance(self.cost(load))
-
-# %% ../nbs/31_sim.ipynb #2071637b
-@dataclass(slots=True)
-class Life:
-    "What happened to one request; times in seconds, None: it has not"
-    id:str
-    arrival:float
-    n_prompt:int
-    admitted:float = None
-    first:float = None   # token
-    last:float = None    # token so far
-    end:float = None
-    n_output:int = 0
-    n_cached:int = None  # prompt tokens that the prefix cache had
-    n_preempt:int = 0
-    reason:str = None    # why it ended
-
-    @property
-    def queue(self)->float: return None if self.admitted is None else self.admitted - self.arrival
-    @property
-    def ttft(self)->float: return None if self.first is None else self.first - self.arrival
-    @property
-    def e2e(self)->float: return None if self.end is None else self.end - self.arrival
-    @property
-    def itl(self)->float: # on average
-        return (self.last - self.first) / (self.n_output - 1) if self.n_output > 1 else None
 
 # %% ../nbs/31_sim.ipynb #141bf253
 class Steps:
