@@ -430,7 +430,15 @@ def test_head_sizes_that_no_launch_is_made_for():
 
 # ---- who tests the tests?
 
+def slot_error(module):
+    "How many slots a plan's tiles name beyond those that its merges read: a write past the last one may land anywhere"
+    tiles, merges, n_slots = module.plan_tiles([1, 1, 5], [33, 9, 40], 4, 8, chunk=16)
+    read = [slot + i for _, _, slot, parts in merges.tolist() for i in range(parts)]
+    return len({*tiles[:, 6].tolist(), n_slots - 1} ^ {-1, *read})
+
+
 CHECKS = {  # cheap ones first
+    "slots": slot_error,
     "store": lambda m: Step([3], [9], Hk=2, G=2, D=20, B=4, rot=12, dtype=torch.float32, module=m).store_error(),
     "store pairs": lambda m: Step([3], [9], D=16, B=4, rot=8, dtype=torch.float32, interleaved=True, norm_eps=.1,
                                   q_norm=torch.linspace(.5, 2, 16), k_norm=torch.linspace(3, 1, 16), module=m).store_error(),
