@@ -152,13 +152,13 @@ def run_serve(args):
         print("pagedlm: whoever can reach this machine may use it: give it an --api-key", file=sys.stderr)
     server.run()
 
-# %% ../nbs/45_cli.ipynb #569fd7c3
+# %% ../nbs/45_cli.ipynb #3583fa6d
 def llm_options(
     args,   # parsed
     known,  # names of `LLM`'s parameters
 )->dict:    # keywords for `LLM`
     "What switches and `--option` say about the engine"
-    own = {"model", "dtype", "device", "quantization", "seed"} # they are looked at elsewhere
+    own = {"model", "dtype", "device", "quantization", "seed", "as_it_is"} # they are looked at elsewhere
     out = {k: v for k, v in vars(args).items() if k in known and k not in own and v is not None}
     for pair in args.option:
         name, equals, value = pair.partition("=")

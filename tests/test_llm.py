@@ -221,10 +221,17 @@ def test_stop_ids_outside_the_vocabulary():
     (dict(logits_processors=[print]), "logits_processors"), (dict(max_model_len=257), "257.*256"), (dict(max_model_len=0), "max_model_len=0"),
     (dict(max_num_seqs=0), "max_num_seqs=0"), (dict(max_num_seqs=9, max_num_batched_tokens=8), "8.*9"), (dict(block_size=0), "block_size=0"),
     (dict(eviction_order="magic"), "magic.*lru"), (dict(gpu_memory_utilization=0), "gpu_memory_utilization=0"), (dict(num_gpu_blocks_override=1), "n_blocks=1"), (dict(attention_backend="magic"), "magic"), (dict(scheduling_policy="magic"), "magic"),
+    (dict(trust_remote_code=True), "trust_remote_code=True"), (dict(pipeline_parallel_size=2), "pipeline_parallel_size=2"),
     (dict(long_prefill_token_threshold=-1), "-1"), (dict(num_gpu_blocks_override=None, kv_cache_memory_bytes=100), "100")], ids=str)
 def test_bad_options(kw, says):
     with pytest.raises(ValueError, match=says):
         tiny(**kw)
+
+
+def test_options_that_ask_for_what_is_so():
+    assert ask(tiny(trust_remote_code=False, enable_chunked_prefill=True), "a", SamplingParams(max_tokens=1))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'blocksize'"):
+        tiny(blocksize=16)
 
 
 def test_a_step_ahead_answers_the_same():
