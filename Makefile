@@ -19,7 +19,7 @@ RUN  := $(VENV)/.installed-run
 DEV  := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test long check aot gpu peers docs preview lab export exec clean-nbs readme sidebar prepare wheel clean
+.PHONY: help demo test long check aot gpu peers docs preview lab export exec clean-nbs readme sidebar prepare wheel release clean
 
 help:
 	@echo 'make demo       answer three prompts with the default model: the engine at work'
@@ -31,7 +31,7 @@ help:
 	@echo 'make export     write pagedlm/*.py from the notebooks'
 	@echo 'make exec       run the notebooks and store their outputs (NB=nbs/00_core.ipynb for one)'
 	@echo 'make clean-nbs  remove execution counts and other noise from the notebooks'
-	@echo 'make readme     write README.md from nbs/index.ipynb'
+	@echo 'make readme     write README.md and CHANGELOG.md from their notebooks'
 	@echo 'make sidebar    write the sidebar of _quarto.yml from the notebooks'
 	@echo 'make prepare    export, exec, readme, sidebar, check: before a commit'
 	@echo 'make check      are modules, notebooks, README.md and sidebar in step?'
@@ -40,6 +40,7 @@ help:
 	@echo 'make gpu        check and measure everything on the GPU of this machine: 5 minutes (GPU=--dry: on any CPU)'
 	@echo 'make peers      compare with other engines on this CPU, in turns: half an hour (PEERS=list: who is installed)'
 	@echo 'make wheel      build the wheel into dist/ and try it away from the repository'
+	@echo 'make release    prepare sdist and wheel of the last commit, tried in empty environments; uploads nothing'
 	@echo 'make clean      remove what the targets above built; the environment stays'
 
 # ---- the environment
@@ -86,7 +87,10 @@ peers: $(DEV)
 	@$(PY) tools/peers.py $(PEERS)
 
 wheel: $(DEV)
-	@$(PY) tools/wheel.py
+	@$(PY) tools/package.py
+
+release: $(DEV)
+	@$(PY) tools/release.py
 
 # ---- notebooks
 

@@ -1,4 +1,5 @@
 "Packaging from settings.ini, so that version, metadata and requirements are written once."
+import re
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -14,15 +15,20 @@ ini.read(HERE/"settings.ini", encoding="utf-8")
 c = ini["DEFAULT"]
 # `dev_requirements = …` is the extra `dev`, and so on
 extras = {k.removesuffix("_requirements"): v.split() for k, v in c.items() if k.endswith("_requirements")}
-extras["dev"] += extras["grammar"] + extras["serve"] # the checks leave nothing out
+extras["dev"] += extras["cluster"] + extras["grammar"] + extras["serve"] # the checks leave nothing out
 data = sorted({d.parent.name for d in (HERE/c["lib_path"]).glob("*/*") if d.suffix != ".pyc"})
+# on a package index, README.md's links between files of the repository lead to the repository
+readme = (HERE/"README.md").read_text(encoding="utf-8")
+at = f"{c['git_url']}/{{}}/{c['branch']}/"
+readme = re.sub(r'(!\[[^\]]*\]\(|src="|srcset=")(?!\w+:)', lambda m: m[1] + at.format("raw"), readme)
+readme = re.sub(r"(?<!!)(\[[^\[\]]*\]\()(?!\w+:|#)", lambda m: m[1] + at.format("blob"), readme)
 
 setup(
     name=c["lib_name"],
     version=c["version"],
     description=c["description"],
     keywords=c["keywords"].split(),
-    long_description=(HERE/"README.md").read_text(encoding="utf-8"),
+    long_description=readme,
     long_description_content_type="text/markdown",
     author=c["author"],
     author_email=c["author_email"],

@@ -6,9 +6,10 @@
 __all__ = ['WORKLOADS', 'KINDS', 'WIDER', 'sustained', 'Roofline', 'matrix_rate', 'read_rate', 'roofline', 'plot_roofline',
            'workload_names', 'make_work', 'span_of', 'find_work', 'check_work', 'others_busy', 'machine', 'as_requests',
            'play', 'spread', 'seconds_of_run', 'check_iters', 'throughput', 'arrivals', 'latencies', 'Ceilings',
-           'ceilings', 'read_bytes', 'Cost', 'step_costs', 'phases', 'under', 'number_kind', 'plot_phases']
+           'ceilings', 'this_device', 'read_bytes', 'Cost', 'step_costs', 'phases', 'under', 'number_kind',
+           'plot_phases']
 
-# %% ../nbs/41_bench.ipynb #1ae6493f
+# %% ../nbs/41_bench.ipynb #f923b494
 import json
 import os
 import platform
@@ -26,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from . import __version__
-from .config import flops_per_token
+from .config import Device, flops_per_token
 from .core import SamplingParams
 from .draw import PALETTE, figure
 from .llm import check_ids
@@ -361,6 +362,18 @@ def ceilings(
         except (RuntimeError, AttributeError) as e: missing[kind] = str(e).split("\n")[0]
     threads = f", {torch.get_num_threads()} threads" if torch.device(device).type == "cpu" else ""
     return Ceilings(rates, missing, read_rate(device, sizes.get("n_bytes"), seconds), f"{device}{threads}")
+
+# %% ../nbs/41_bench.ipynb #08f7cca7
+def this_device(
+    device="cpu",      # or "cuda"
+    seconds:float=0.5, # for each measurement
+    **sizes,           # for tests: `n` and `n_bytes`
+)->Device:             # measured, not promised: for a `CostModel`, mfu=1 and mbu=1
+    "The machine in front of you, as a datasheet would have it"
+    best = ceilings(device, ("float32", "bfloat16"), seconds, **sizes).roof("bfloat16")
+    if torch.device(device).type == "cuda": memory = torch.cuda.get_device_properties(device).total_memory
+    else: memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device(f"this {device}", memory, best.bandwidth, best.flops, f"measured: {best.name}")
 
 # %% ../nbs/41_bench.ipynb #9e04f740
 def read_bytes(

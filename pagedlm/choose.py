@@ -180,7 +180,7 @@ def _penalise(x, wishes, heard):
     rest = heard.said[rows, :max(ints[2])], ends, n_prompt, *heard.put(how, torch.float32).T
     return penalise(x, *rest) if len(some) == len(x) else x.index_copy(0, i, penalise(x[i], *rest))
 
-# %% ../nbs/23_choose.ipynb #4a4efc0f
+# %% ../nbs/23_choose.ipynb #c60f2697
 class Chooser:
     "From logits to ids: what every runner calls at the end of a step"
     def __init__(self,
@@ -191,8 +191,10 @@ class Chooser:
         sample=sample,   # logits (S, V), then temperature, top_k, top_p, min_p, seeds, positions -> ids (S,)
         processors=(),   # of params -> None, or a function for one request; see `request_processors`
         grammar=None,    # params -> matcher, for requests with `structured_outputs`
+        quick=None,
     ):
         self.V, self.sampler, self.processors, self.grammar = V, sample, list(processors), grammar
+        self.quick = quick # see `bring`
         self.heard, self.wishes = Heard(n_rows, max_len, device), {} # row -> `Wish`, few rows as a rule
 
     def learn(self, plan):
@@ -201,6 +203,7 @@ class Chooser:
             for row in plan.gone: self.wishes.pop(row, None)
         for a in plan.admitted:
             self.wishes.pop(a.row, None)
+            if self.quick: self.quick.admit(a.row)
             if self.processors or wishes(a.params): self._admit(a)
 
     def _admit(self, a):
@@ -210,6 +213,17 @@ class Chooser:
             matcher = self.grammar(a.params)
         w = self.wishes[a.row] = Wish(a, self.V, matcher, edits)
         if w.history: self.heard.start(a.row, a.ids)
+        if self.quick: self._brief(w)
+
+    def bring(self,
+        quick, # told of rows by `admit`, called as in `_by_row`; see `cpu_choose.CpuChooser`
+    ):
+        "A faster way to choose, from now on, for rows that run no Python of yours"
+        self.quick = quick
+        for w in self.wishes.values(): self._brief(w)
+
+    def _brief(self, w):
+        if not w.edits: self.quick.admit(w.row, w, self.heard.said[w.row].numpy() if w.history else None)
 
     def __call__(self,
         logits,  # (S, V)
@@ -220,13 +234,36 @@ class Chooser:
         "Choose an id for each row, and remember it"
         asked = [(i, w, works[i].start + works[i].n) for i, work in enumerate(works)
                  if (w := self.wishes.get(work.row))] if self.wishes else []
-        ids = self.sampler(self._changed(logits, asked) if asked else logits, *how)
+        for _, w, end in asked:
+            if w.said is not None and len(w.said) < end: w.said.append(int(self.heard.last[w.row]))
+        scored = [(i, w) for i, w, _ in asked if w.n_top is not None]
+        decide = self._by_row if self.quick and self.sampler is sample else self._at_once
+        ids, said = decide(logits, asked, scored, rows, how)
         self.heard.last[rows] = known = ids.clamp(min=0) # a step ahead would be fed a -1
-        if not asked: return ids, None
         if kept := [(i, w.row, at) for i, w, at in asked if w.history]:
             i, row, at = (self.heard.put(v) for v in zip(*kept))
             self.heard.said[row, at] = known[i]
-        return ids, self._scored(logits, known, [(i, w) for i, w, _ in asked if w.n_top is not None])
+        return ids, ([w for _, w in scored], said) if scored else None
+
+    def _at_once(self, logits, asked, scored, rows, how):
+        "All rows with the functions of `sampling`: ids, and what `table` says of those who asked"
+        ids = self.sampler(self._changed(logits, asked) if asked else logits, *how)
+        return ids, self._told(logits, ids, scored)
+
+    def _by_row(self, logits, asked, scored, rows, how):
+        "The same by `quick`, but for rows that run Python of yours and those with odd logits"
+        masks = {i: w.allowed() for i, w, _ in asked if w.matcher and not w.edits}
+        lines = torch.zeros(len(scored), 3 + 2*_most(scored), dtype=torch.int64)
+        ids = self.quick(logits, rows, how, masks, [i for i, _ in scored], lines)
+        rest = sorted({i for i, w, _ in asked if w.edits} | {*(ids == -2).nonzero()[:, 0].tolist()})
+        if rest:
+            x = self._changed(logits[rest], [(rest.index(i), w, end) for i, w, end in asked if i in rest])
+            odd = ~x.amax(-1).isfinite() # the sampler would raise, and call it row 0
+            some = self.sampler(x.masked_fill(odd[:, None], 0), *(torch.as_tensor(h)[rest] for h in how))
+            ids[rest] = some.masked_fill(odd, -1)
+            for line, (i, w) in zip(lines, scored):
+                if i in rest: line[:] = self._told(logits, ids, [(i, w)], _most(scored))[0]
+        return ids, lines
 
     def plain(self,
         works,        # the works that sample
@@ -247,17 +284,18 @@ class Chooser:
         at = self.heard.put([i for i, _, _ in changed])
         x = logits if len(changed) == len(logits) else logits[at]
         x = x if x.dtype == torch.float64 else x.float()
-        for _, w, end in changed:
-            if w.said is not None and len(w.said) < end: w.said.append(int(self.heard.last[w.row]))
         wishes = [(w, end) for _, w, end in changed]
         for change in _mask, _ban, _bias, _edit, _penalise: x = change(x, wishes, self.heard)
         return x if len(x) == len(logits) else logits.to(x.dtype).index_copy(0, at, x)
 
-    def _scored(self, logits, ids, scored):
+    def _told(self, logits, ids, scored, k=None):
         if not scored: return None
-        i, asked = self.heard.put([i for i, _ in scored]), [w for _, w in scored]
+        i = self.heard.put([i for i, _ in scored])
         x = logits if len(scored) == len(logits) else logits[i] # as they came
-        return asked, table(ids[i], score(x, ids[i], max(w.n_top for w in asked)))
+        ids = ids[i].clamp(min=0)
+        return table(ids, score(x, ids, _most(scored) if k is None else k))
+
+def _most(scored): return max((w.n_top for _, w in scored), default=0)
 
 # %% ../nbs/23_choose.ipynb #10a33ebb
 def request_processors(

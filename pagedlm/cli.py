@@ -345,7 +345,7 @@ def _add_serve(parser):
     _add_engine(parser)
     parser.set_defaults(run=run_serve)
 
-# %% ../nbs/45_cli.ipynb #56fa7ee6
+# %% ../nbs/45_cli.ipynb #5f92cf5c
 def _add_bench(parser, raw):
     which = parser.add_subparsers(required=True, metavar="what", dest="what")
     for what, run, n, told in (("throughput", run_throughput, 3, "tokens per second, all requests at once"),
@@ -380,6 +380,7 @@ def _add_engine(parser):
     add("--max-model-len", type=int, metavar="N", help="longest sequence, tokens")
     add("--kv-cache-dtype", metavar="D", help="of keys and values: auto, fp8 … (auto)")
     add("--attention-backend", metavar="B", help="torch, triton … (what the device is best at)")
+    add("--tensor-parallel-size", type=int, metavar="N", help="cut the model over N devices (1)")
     add("--enforce-eager", action="store_true", default=None,
         help="each operation by itself: no graphs, no compiled step")
     add("--option", action="append", default=[], metavar="NAME=VALUE",

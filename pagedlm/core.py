@@ -26,7 +26,7 @@ def cdiv(
     "Ceiling division"
     return -(-a // b)
 
-# %% ../nbs/00_core.ipynb #cec1ce1a
+# %% ../nbs/00_core.ipynb #7bbe23a9
 EVENTS = dict(
     arrive=("request", "n_prompt"),   # the scheduler accepted a request
     admit=("request", "n_cached"),    # it got a row, and so many tokens from the prefix cache
@@ -34,7 +34,7 @@ EVENTS = dict(
     token=("request", "n_output"),    # one more id; how many there are now
     preempt=("request",),             # it lost its blocks and waits again
     abort=("request",),               # somebody took it back
-    finish=("request", "reason"),     # "stop" or "length"
+    finish=("request", "reason"),     # "stop", "length" or "error"
     take=("request", "blocks"),       # the pool handed out blocks
     share=("request", "blocks"),      # a prefix hit: these blocks have one more reader
     free=("request", "blocks"),       # one reader less
@@ -79,7 +79,7 @@ class StructuredOutputsParams:
             raise ValueError(f"StructuredOutputsParams: exactly one of {', '.join(names)} must be given, "
                              f"not {' and '.join(given) or 'none of them'}")
 
-# %% ../nbs/00_core.ipynb #c5addb51
+# %% ../nbs/00_core.ipynb #e7300308
 def _whole(x): return isinstance(x, int) and not isinstance(x, bool)
 def _real(x): return isinstance(x, (int, float)) and not isinstance(x, bool) and isfinite(x)
 def _all(test, x): return isinstance(x, list) and all(map(test, x))

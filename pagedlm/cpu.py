@@ -6,14 +6,14 @@
 __all__ = ['FORMS', 'FORM', 'EMULATED', 'WIDE', 'CHECKED', 'X86', 'W', 'NV', 'I8', 'I16', 'I32', 'I64', 'F16', 'F32', 'PTR', 'V',
            'VI', 'VF', 'SIZES', 'i64', 'f32', 'RANGES', 'FAULT', 'log', 'OPTIONS', 'call7', 'call10', 'call14',
            'call_row', 'X_BYTES', 'BITS', 'KINDS', 'BLOCK', 'X', 'reads', 'dots', 'PUT', 'ADD', 'GATE', 'TILE',
-           'products', 'AHEAD', 'pick_form', 'features', 'Asm', 'kernel', 'assembly', 'aligned', 'watch', 'check_fault',
+           'products', 'pick_form', 'features', 'Asm', 'kernel', 'assembly', 'aligned', 'watch', 'check_fault',
            'source_stamp', 'announce', 'complain', 'Shelf', 'kept', 'compiled', 'CFunction', 'c_function', 'through',
            'exp', 'to_bf16', 'put', 'dot_bf16', 'sum_squares', 'blend', 'scale_to', 'largest', 'half', 'f32_at',
            'f16_at', 'u16_at', 'u8_at', 'i32_at', 'i64_at', 'put_f32', 'put_u16', 'put_i64', 'bf16_bits', 'bf16_value',
            'panel_form', 'panels', 'weight_at', 'scaled', 'to_floats', 'step_for', 'in_steps', 'to_ints', 'reader',
            'activations', 'Sums', 'Pairs', 'Fours', 'accumulators', 'nibbles', 'epilogue', 'ints', 'floats',
-           'add_pairs', 'product', 'fetch_add', 'look', 'pause', 'give_way', 'prefetch', 'fetch', 'ticks', 'strayed',
-           'wait', 'turn', 'claim', 'settle', 'Team', 'share', 'matmul']
+           'add_pairs', 'product', 'fetch_add', 'look', 'pause', 'give_way', 'prefetch', 'ticks', 'strayed', 'wait',
+           'turn', 'claim', 'settle', 'Team', 'share', 'matmul']
 
 # %% ../nbs/16_cpu.ipynb #12e790df
 import inspect
@@ -762,7 +762,7 @@ def product(kind):
 
 products = {kind: product(kind) for kind in KINDS}
 
-# %% ../nbs/16_cpu.ipynb #699771ff
+# %% ../nbs/16_cpu.ipynb #35ce2b37
 @kernel(i64, types.int32, ret=types.int32)
 def fetch_add(a, addr, n): # what was there before
     "Add to a counter that all threads share"
@@ -783,26 +783,20 @@ def prefetch(a, addr):
     "A hint: this line of memory will be read soon, bring it as near as the second cache"
     a.call("llvm.prefetch.p0", ir.VoidType(), a.b.inttoptr(addr, PTR), *(a.const(I32, x) for x in (0, 2, 1)))
 
-@kernel(i64)
-def fetch(a, addr): prefetch(a, addr)
-
 @kernel(0, ret=i64)
 def ticks(a): return a.call("llvm.readcyclecounter" if X86 else "llvm.readsteadycounter", I64)
 
 @kernel(0, ret=i64)
 def strayed(a): return a.b.load(a.b.inttoptr(a.num(FAULT.ctypes.data), PTR), typ=I64) if CHECKED else a.num(0)
 
-AHEAD = 4096 # lines
-
 @compiled
-def wait(addr, n, ahead):
-    "Until a counter has reached n; meanwhile fetch memory from `ahead` on, if that is not 0"
+def wait(addr, n):
+    "Until a counter has reached n"
     spins = 0
     while look(addr) < n:
-        if ahead != 0 and spins < AHEAD: fetch(ahead + spins*64)
-        else: pause()
+        pause()
         spins += 1
-        if spins > AHEAD + 200 or (ahead == 0 and spins > 200):
+        if spins > 200:
             if strayed() != 0: break
             give_way()
 
@@ -812,16 +806,22 @@ def turn(T):
     return np.int32(1 if T < 16 else 8)
 
 @compiled
-def claim(at, size):
-    "The next piece of a region's work: its first item"
-    return np.int64(fetch_add(at, np.int32(size)))
+def claim(at, tid, n_threads, n, size):
+    "The next piece of n items: the first, and the one after its last. Of one's own share, or another's"
+    shares = min(n_threads, n)
+    for k in range(shares):
+        whose = (tid + k) % shares
+        first, end, taken = whose*n//shares, (whose + 1)*n//shares, at + 64 + 64*whose
+        if first + look(taken) < end:
+            i = first + np.int64(fetch_add(taken, np.int32(size)))
+            if i < end: return i, min(end, i + size)
+    return n, n
 
 @compiled
-def settle(at, done, n, region, ahead):
+def settle(at, done, n):
     "Say how many items this thread has done, and wait until all n are, by whomever"
-    if done != 0: fetch_add(at + 64, np.int32(done))
-    wait(at + 64, n, ahead)
-    return region + 1
+    if done != 0: fetch_add(at, np.int32(done))
+    wait(at, n)
 
 # %% ../nbs/16_cpu.ipynb #ce9abc35
 class Team:
@@ -876,15 +876,15 @@ def _work(jobs):
         reply.put(error)
         del f, args, reply, job, error
 
-# %% ../nbs/16_cpu.ipynb #990809cc
+# %% ../nbs/16_cpu.ipynb #cd5e08f9
 @compiled
-def share(tid, counters, f, w, size, n_panels, x, xst, sc, sst, n, T, o, ost):
+def share(tid, n_threads, counters, f, w, size, n_panels, x, xst, sc, sst, n, T, o, ost):
     "Take a panel, multiply, take the next, until all are done"
-    i, done = claim(counters, 1), 0
-    while i < n_panels:
+    (i, end), done = claim(counters, tid, n_threads, n_panels, 1), 0
+    while i < end:
         call10(f, w + i*size, x, xst, sc, sst, n, T, o + i*64, ost, 0)
-        i, done = claim(counters, 1), done + 1
-    return settle(counters, done, n_panels, 0, 0)
+        (i, end), done = claim(counters, tid, n_threads, n_panels, 1), done + 1
+    settle(counters, done, n_panels)
 
 def matmul(
     x,         # activations, (T, K), a tensor or an array
@@ -898,10 +898,11 @@ def matmul(
         if x.shape[1] != part.shape[1]:
             raise ValueError(f"x has {x.shape[1]} columns, and the weights have {part.shape[1]}")
         kind, w = panels(part)
-        (xs, sc), o, counters = activations(x, X[kind]), aligned((len(x), 16*len(w))), aligned(32, np.int32)
+        (xs, sc), o = activations(x, X[kind]), aligned((len(x), 16*len(w)))
+        counters = aligned((1 + team.n_threads, 16), np.int32)
         if CHECKED: watch([w, xs, sc, o, counters])
-        team.run(share, counters.ctypes.data, products[kind].address, *at(w), len(w), *at(xs), *at(sc),
-                 x.shape[1], len(x), *at(o))
+        team.run(share, team.n_threads, counters.ctypes.data, products[kind].address, *at(w), len(w),
+                 *at(xs), *at(sc), x.shape[1], len(x), *at(o))
         if CHECKED: check_fault()
         outs.append(o[:, :part.shape[0]])
     return torch.from_numpy(np.concatenate(outs, 1))

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['PART', 'KV_KINDS', 'REP', 'SCALES', 'LINE', 'NEG', 'scores', 'values', 'softmaxes', 'call11', 'TOKENS', 'ATTENTION',
            'V8', 'CpuCache', 'two_lines', 'by_rows', 'scores_of', 'softmax_of', 'values_of', 'weigh_scales',
-           'scores_function', 'softmax_function', 'values_function', 'room_bytes', 'place_bytes', 'tiles_for', 'Record',
-           'span', 'attend_part', 'merge', 'divide', 'attend_tile', 'leave', 'attend', 'combine', 'turn_head',
-           'round_key', 'round_value', 'put_kv', 'rotate_token', 'rotate', 'store_alone', 'attend_alone', 'unknown',
-           'check_spec', 'CpuBackend']
+           'scores_function', 'softmax_function', 'values_function', 'room_bytes', 'place_bytes', 'tiles_for',
+           'counters_for', 'Record', 'span', 'attend_part', 'merge', 'divide', 'attend_tile', 'take', 'leave', 'attend',
+           'combine', 'turn_head', 'round_key', 'round_value', 'put_kv', 'rotate_token', 'rotate', 'store_alone',
+           'attend_alone', 'unknown', 'check_spec', 'CpuBackend']
 
 # %% ../nbs/17_cpu_attention.ipynb #86a06402
 import math
@@ -27,7 +27,7 @@ from .paged import Backend
 # %% ../nbs/17_cpu_attention.ipynb #8aeef961
 from llvmlite import ir # after pagedlm.cpu, which says what to do if it is missing
 
-# %% ../nbs/17_cpu_attention.ipynb #f44187a6
+# %% ../nbs/17_cpu_attention.ipynb #926e2e84
 PART = 256 # keys under one softmax
 KV_KINDS = {torch.float32: ("f32", np.float32), torch.bfloat16: ("bf16", np.uint16),
             torch.int8: ("int8", np.int8)}
@@ -70,18 +70,38 @@ class CpuCache:
         slots,      # whose, (n,) ints
     )->tuple:       # keys, values, each (n, Hk, D)
         "Keys and values in the usual order, to look at"
+        k, v, *scales = (x[:, layer] for x in self._stored(slots))
+        k, v = (torch.from_numpy(np.ascontiguousarray(x)).view(self.dtype) for x in (k, v))
+        return tuple(x*torch.from_numpy(s) for x, s in zip((k, v), scales)) if scales else (k, v)
+
+    def lift(self, slots)->torch.Tensor:
+        "All that is stored of some tokens, as `KVCache.lift` says it: (n, L, Hk, bytes) uint8"
+        return torch.cat([torch.from_numpy(x.view(np.uint8)) for x in self._stored(slots)], -1)
+
+    def lay(self, slots, stored):
+        "The same to slots of this cache"
+        places, n = self._places(slots), self.config.head_dim*self.k.itemsize
+        parts = np.split(stored.numpy(), [n, 2*n, 2*n + 4][:len(places) - 1], -1)
+        for (panels, at, shape), x in zip(places, parts):
+            x = np.ascontiguousarray(x).view(panels.dtype)
+            panels[at] = x.reshape(*x.shape[:3], *shape)
+
+    def _stored(self, slots): # keys, values and their scales, (n, L, Hk, numbers) each
+        return [np.ascontiguousarray(x[at]).reshape(len(slots), *self.k.shape[1:3], -1)
+                for x, at, _ in self._places(slots)]
+
+    def _places(self, slots)->list: # for each of those: panels, an index to them, the shape of one head there
         block, lane = np.divmod(np.asarray(slots), self.block_size)
         panel, lane = np.divmod(lane, 16)
-        n, D = np.arange(len(block)), self.config.head_dim
-        pair = 2 if self.kind == "bf16" else 1                                 # numbers that share a lane
-        k, v = whole = [x[:, layer][block, :, panel] for x in (self.k, self.v)] # (n, Hk, D*16 and scales)
-        k, v = (x[..., :D*16].reshape(*x.shape[:2], -1) for x in (k, v))
-        k = k.reshape(*k.shape[:2], -1, 16, pair)[n, :, :, lane]               # (n, Hk, D/pair, pair)
-        v = v.reshape(*v.shape[:2], -1, 16//pair, 16, pair)[n, :, :, lane//pair, :, lane % pair]
-        k, v = (torch.from_numpy(x.reshape(*x.shape[:2], -1)).view(self.dtype) for x in (k, v))
-        if self.kind != "int8": return k, v
-        scales = (x[..., D*16:].view(np.float32)[n, :, lane][..., None] for x in whole)
-        return tuple(x*torch.from_numpy(s) for x, s in zip((k, v), scales))
+        D, pair, rest = self.config.head_dim, 2 if self.kind == "bf16" else 1, slice(None)
+        first = block, rest, rest, panel                 # pair: numbers that share a lane
+        (k, k_scales), (v, v_scales) = (np.split(x, [D*16], -1) for x in (self.k, self.v))
+        k = k.reshape(*k.shape[:-1], -1, 16, pair)
+        v = v.reshape(*v.shape[:-1], -1, 16//pair, 16, pair)
+        found = [(k, (*first, rest, lane), (-1, pair)),
+                 (v, (*first, rest, lane//pair, rest, lane % pair), (-1, 16))]
+        scales = (k_scales, v_scales) if self.kind == "int8" else ()
+        return found + [(x.view(np.float32), (*first, lane), ()) for x in scales]
 
     def fields(self)->dict:
         "What a `Record` must know of it"
@@ -341,11 +361,14 @@ def tiles_for(
     return dict(tiles=tiles, merges=merges, n_tiles=len(tiles), n_merges=len(merges),
                 n_places=int(merges[:, 3].sum()))
 
-# %% ../nbs/17_cpu_attention.ipynb #5a1e4cc2
+# %% ../nbs/17_cpu_attention.ipynb #2d24184d
 ATTENTION = [(name, "i8") for name in (
-    "qkv q k v o rope positions slots tables tiles merges scratch parts counters ahead " # of arrays
+    "qkv q k v o rope positions slots tables tiles merges scratch parts counters " # of arrays
     "scores softmax values read_q " # of C functions; read_q is 0 where queries stay float32
-    "T L H Hk D B P part width n_tiles n_merges room panel kv_bytes").split()] + [("scale", "f4")]
+    "T L H Hk D B P part width n_tiles n_merges n_threads room panel kv_bytes").split()] + [("scale", "f4")]
+
+def counters_for(n_regions, n_threads): # of each: items done, then items taken of each share
+    return aligned((n_regions, 1 + n_threads, 16), np.int32)
 
 class Record:
     "A record, the only argument of compiled code, and the arrays that its addresses stand for"
@@ -413,7 +436,7 @@ def divide(to, o, rows, D):
     "Sums of weighted values become means"
     for r in range(rows): scale_to(to + r*D*4, o + r*D*4, np.float32(1)/f32_at(o + (rows*D + 2*r + 1)*4), D)
 
-# %% ../nbs/17_cpu_attention.ipynb #efdb0652
+# %% ../nbs/17_cpu_attention.ipynb #a6629230
 @compiled
 def attend_tile(s, l, h, tile, room):
     "Some tokens of one request under the query heads of key head h, over some of its blocks"
@@ -435,39 +458,45 @@ def attend_tile(s, l, h, tile, room):
     if place < 0: divide(s.o + first, out, rows, D)
 
 @compiled
-def leave(s, at, done, n, region):
-    "The end of a region: `settle`, and meanwhile fetch what comes next"
-    return settle(at, done, n, region, i64_at(s.ahead + region*8))
+def take(s, region, tid, n, size):
+    "The next piece of a region's n items"
+    return claim(s.counters + region*64*(1 + s.n_threads), tid, s.n_threads, n, size)
 
 @compiled
-def attend(s, region, l, tid):
+def leave(s, region, done, n):
+    "The end of a region, and the next one"
+    settle(s.counters + region*64*(1 + s.n_threads), done, n)
+    return region + 1
+
+@compiled
+def attend(s, region, tid, l):
     "All tiles of a step under all key heads"
-    at, n, size = s.counters + region*128, s.n_tiles*s.Hk, 1
+    n, size = s.n_tiles*s.Hk, 1
     if n >= 64: size = 4
-    i, done = claim(at, size), 0
-    while i < n:
-        for item in range(i, min(n, i + size)):
+    (i, end), done = take(s, region, tid, n, size), 0
+    while i < end:
+        for item in range(i, end):
             h, tile = item//s.n_tiles, item % s.n_tiles
             attend_tile(s, l, h, s.tiles + tile*56, s.scratch + tid*s.room)
-        i, done = claim(at, size), done + min(size, n - i)
-    return leave(s, at, done, n, region)
+        (i, end), done = take(s, region, tid, n, size), done + end - i
+    return leave(s, region, done, n)
 
 @compiled
-def combine(s, region):
+def combine(s, region, tid):
     "Fold the parts of split tiles, from first to last"
-    at, n, D, G = s.counters + region*128, s.n_merges*s.Hk, s.D, s.H//s.Hk
+    n, D, G = s.n_merges*s.Hk, s.D, s.H//s.Hk
     size = s.Hk*span(TOKENS*G, D)
-    i, done = claim(at, 1), 0
-    while i < n:
+    (i, end), done = take(s, region, tid, n, 1), 0
+    while i < end:
         h, m = i//s.n_merges, s.merges + i % s.n_merges*32
         t0, rows, n_parts = i64_at(m), i64_at(m + 8)*G, i64_at(m + 24)
         o = s.parts + i64_at(m + 16)*size + h*span(TOKENS*G, D)
         for part in range(1, n_parts): merge(o, o + part*size, rows, D)
         divide(s.o + (h*s.T + t0)*G*D*4, o, rows, D)
-        i, done = claim(at, 1), done + 1
-    return leave(s, at, done, n, region)
+        (i, end), done = take(s, region, tid, n, 1), done + 1
+    return leave(s, region, done, n)
 
-# %% ../nbs/17_cpu_attention.ipynb #5968c001
+# %% ../nbs/17_cpu_attention.ipynb #f840ebe4
 V8 = V(F32, 8) # half a head is a multiple of 8
 
 @kernel(i64, i64, i64, f32, i64)
@@ -535,21 +564,21 @@ def rotate_token(s, l, t):
         put_kv(s, s.k + panel, s.v + panel, slot % s.B % 16, key)
 
 @compiled
-def rotate(s, region, l):
+def rotate(s, region, tid, l):
     "Turn and store all tokens of a step; qkv is used up, as keys are turned where they stand"
-    at, size, T = s.counters + region*128, turn(s.T), s.T
-    i, done = claim(at, size), 0
-    while i < T:
-        for t in range(i, min(T, i + size)): rotate_token(s, l, t)
-        i, done = claim(at, size), done + min(size, T - i)
-    return leave(s, at, done, T, region)
+    size, T = turn(s.T), s.T
+    (i, end), done = take(s, region, tid, T, size), 0
+    while i < end:
+        for t in range(i, end): rotate_token(s, l, t)
+        (i, end), done = take(s, region, tid, T, size), done + end - i
+    return leave(s, region, done, T)
 
-# %% ../nbs/17_cpu_attention.ipynb #2efdfcf3
+# %% ../nbs/17_cpu_attention.ipynb #2740cd25
 @compiled
-def store_alone(tid, s): rotate(s, 0, s.layer)
+def store_alone(tid, s): rotate(s, 0, tid, s.layer)
 
 @compiled
-def attend_alone(tid, s): combine(s, attend(s, 0, s.layer, tid))
+def attend_alone(tid, s): combine(s, attend(s, 0, tid, s.layer), tid)
 
 def unknown(
     spec, # an `AttnSpec`
@@ -570,7 +599,7 @@ def check_spec(
         raise ValueError(f"layer {layer} has {what}, which the cpu back-end does not know; the reference "
                          "back-end does")
 
-# %% ../nbs/17_cpu_attention.ipynb #a05ed169
+# %% ../nbs/17_cpu_attention.ipynb #a37a1577
 class CpuBackend(Backend):
     "Paged attention by the kernels of this module, over float32 and bfloat16 models"
     def __init__(self,
@@ -622,10 +651,10 @@ class CpuBackend(Backend):
 
     def _prepare(self, cache, heads): # what most calls find as they left it
         room = room_bytes(cache.config, cache.block_size, cache.part)
-        scratch = aligned((self.team.n_threads, room), np.uint8)
-        self.record.put(**dict(zip(("H", "Hk", "D"), heads)), room=room, scratch=scratch,
-                        parts=aligned((1, place_bytes(cache.config)), np.uint8),
-                        counters=aligned((2, 32), np.int32), ahead=np.zeros(2, np.int64), **cache.fields())
+        n = self.team.n_threads
+        self.record.put(**dict(zip(("H", "Hk", "D"), heads)), n_threads=n, room=room,
+                        scratch=aligned((n, room), np.uint8), counters=counters_for(2, n),
+                        parts=aligned((1, place_bytes(cache.config)), np.uint8), **cache.fields())
         self.ready, self.n_places = (cache, heads), 1
 
 def _rows(spec, T): # queries or results, (Hk, T, G, D)

@@ -13,7 +13,7 @@ from .core import no_emit
 from .request import Request
 from .scheduler import Scheduler
 
-# %% ../nbs/22_engine.ipynb #b3288cc9
+# %% ../nbs/22_engine.ipynb #b9ff26e6
 class Engine:
     "The loop over ids: make a plan, run it, update from the ids"
     def __init__(self,
@@ -22,10 +22,12 @@ class Engine:
         clock=perf_counter,   # () -> seconds
         emit=no_emit,         # told about `step`
         ahead:int=0,          # how many steps to launch before the ids of the first are known
+        patience:int=64,      # so many steps may raise one after the other, then everybody ends
     ):
         self.scheduler, self.run, self.clock, self.emit = scheduler, run, clock, emit
-        self.ahead = ahead
+        self.ahead, self.patience, self.n_raised = ahead, patience, 0 # steps that raised since one did not
         self.flights = deque() # launched, not landed: (plan, [(request id, n)…], start, what `run` gave)
+        self.trials = deque()  # groups of ids, each to be stepped by itself: one of them makes steps raise
 
     def add(self, request:Request, arrival:float=None)->Request:
         "Queue a request, stamped with the time, now if none is given; ValueError if it can never run"
@@ -34,16 +36,30 @@ class Engine:
         return request
 
     def step(self)->list:
-        "One step: [(request, new ids)…]. If anything raises, step again or abort: no answer changes"
+        "One step: [(request, new ids)…]. If it raises, step again: who raises alone ends with this `error`"
+        group = self.trials.popleft() if self.trials else None
         try:
-            launched = self._launch()
-            return self._land() if len(self.flights) > self.ahead * launched else []
-        except BaseException:
+            launched = self._launch(group)
+            news = self._land() if len(self.flights) > (0 if group else self.ahead) * launched else []
+        except BaseException as e:
+            lost = [r.id for _, owners in self.scheduler.under_way for r in owners.values()]
             self.rewind() # nobody knows what the runner took in, or which ids were written down
-            raise
+            if not isinstance(e, Exception) or not self._blame(lost or group, e, group): raise
+            news = self.scheduler.tell()
+        return news
 
-    def _launch(self)->bool:
-        start, plan = self.clock(), self.scheduler.schedule()
+    def _blame(self, ids, error, group)->bool: # did anybody end?
+        self.n_raised += 1
+        ids = list(dict.fromkeys(ids or self.scheduler.running)) # the scheduler itself may have raised
+        if self.n_raised == self.patience: self.reset(error)     # it is not the requests
+        elif group and len(ids) == 1: self.scheduler.abort(ids[0], error)
+        else:
+            self.trials.extend(part for part in (ids[:len(ids)//2], ids[len(ids)//2:]) if part)
+            return False
+        return True
+
+    def _launch(self, only=None)->bool:
+        start, plan = self.clock(), self.scheduler.schedule(only)
         if not plan.works: return False
         owners = self.scheduler.by_row
         works = [(owners[w.row].id, w.n) for w in plan.works]
@@ -54,7 +70,9 @@ class Engine:
         plan, works, start, ids = self.flights.popleft()
         if callable(ids): ids = ids()
         self.emit("step", works=works, start=start)
-        return self.scheduler.update(plan, ids)
+        news = self.scheduler.update(plan, ids)
+        self.n_raised = 0
+        return news
 
     def rewind(self):
         "Take back the steps that are under way, and tell the runner everything again"
@@ -67,7 +85,9 @@ class Engine:
 
     def abort(self, id): self.scheduler.abort(id)
 
-    def reset(self):
-        "Abort everything, whatever state an interrupt left it in"
+    def reset(self, error:Exception=None):
+        "Abort everything, whatever state an interrupt or an error left it in"
+        self.n_raised = 0
         self.flights.clear()
-        self.scheduler.reset()
+        self.trials.clear()
+        self.scheduler.reset(error)

@@ -57,7 +57,7 @@ def slots_of(
     "Where positions `start … start+n` of a request live in the cache"
     return [table[p // B] * B + p % B for p in range(start, start + n)]
 
-# %% ../nbs/11_kvcache.ipynb #738aa2a0
+# %% ../nbs/11_kvcache.ipynb #84cfcdb1
 def check_blocks(
     n_blocks:int,   # N, the null block among them
     block_size:int, # B, tokens per block
@@ -82,7 +82,7 @@ def number_bytes(
     return dtype.itemsize + (4/head_dim if dtype == torch.int8 else 0)
 
 class KVCache:
-    "Keys and values of all layers, in blocks; written only by a back-end's `store`"
+    "Keys and values of all layers, in blocks; written by a back-end's `store`, or as they were by `lay`"
     def __init__(self,
         config,              # a `ModelConfig`
         n_blocks:int,        # N, the null block among them
@@ -91,7 +91,7 @@ class KVCache:
         device=None,
     ):
         check_blocks(n_blocks, block_size)
-        self.n_blocks, self.block_size = n_blocks, block_size
+        self.n_blocks, self.block_size, self.dtype = n_blocks, block_size, dtype
         *shape, D = config.n_layers, n_blocks, block_size, config.n_kv_heads, config.head_dim
         self.k = torch.empty(*shape, D, dtype=dtype, device=device) # (L, N, B, Hk, D); no cost until written
         self.v = torch.empty(*shape, D, dtype=dtype, device=device)
@@ -126,3 +126,16 @@ class KVCache:
         k, v = (x[slots].to(dtype) for x in self.flat(layer))
         if not self.head_scales: return k, v
         return tuple(x*s[layer].flatten(0, 1)[slots].to(dtype) for x, s in zip((k, v), self.head_scales))
+
+    def lift(self, slots)->torch.Tensor:
+        "All that is stored of some tokens, bit for bit: key, value and scales, (n, L, Hk, bytes) uint8"
+        return torch.cat([x[slots] for x in self._bytes()], -1)
+
+    def lay(self, slots, stored):
+        "The same bits to slots of this cache: what `lift` found, here or elsewhere"
+        parts, stored = self._bytes(), stored.to(self.k.device)
+        for x, new in zip(parts, stored.split([x.shape[-1] for x in parts], -1)): x[slots] = new
+
+    def _bytes(self): # views, (N·B, L, Hk, bytes) each
+        parts = self.k, self.v, *self.head_scales
+        return [x.view(torch.uint8).flatten(1, 2).transpose(0, 1) for x in parts]

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['KV_DTYPES', 'AS_IT_IS', 'RequestMetrics', 'Logprob', 'CompletionOutput', 'RequestOutput', 'TextPrompt',
-           'TokensPrompt', 'as_list', 'is_one', 'check_ids', 'parse_prompt', 'Fanout', 'find_stop', 'n_held',
+           'TokensPrompt', 'as_list', 'is_one', 'check_ids', 'parse_prompt', 'where', 'Fanout', 'find_stop', 'n_held',
            'live_stops', 'Choice', 'Answer', 'spell', 'check_params', 'TextEngine', 'EmbeddingOutput',
-           'EmbeddingRequestOutput', 'Pool', 'pool_size', 'pick_kernels', 'compiled_step', 'run_largest',
-           'load_text_model', 'by_name', 'default_params', 'check_as_it_is', 'LLM']
+           'EmbeddingRequestOutput', 'Pool', 'pool_size', 'pick_kernels', 'compiled_step', 'is_packed', 'run_largest',
+           'load_text_model', 'load_ranks', 'by_name', 'default_params', 'check_as_it_is', 'LLM']
 
-# %% ../nbs/40_llm.ipynb #75cbdc6a
+# %% ../nbs/40_llm.ipynb #d53769d5
 import json
 import logging
 import math
-from contextlib import closing, contextmanager
+import traceback
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -31,7 +32,7 @@ from .config import blocks_that_fit
 from .model import Transformer
 from .hub import default_model, find_model
 from .weights import load_model
-from .quant import find_kind, load_packed
+from .quant import Packed, find_kind, load_packed
 from .blocks import BlockManager, BlockPool, WindowManager, orders
 from .kvcache import number_bytes
 from .paged import load_backend
@@ -43,7 +44,10 @@ from .choose import request_processors
 from .grammar import Grammar
 from .runner import Runner, largest_plan, profile_memory
 from .graphs import make_runner
+from .parallel import RankRunner, assemble
 from .trace import Trace
+
+_log = logging.getLogger(__name__)
 
 # %% ../nbs/40_llm.ipynb #c0a11c51
 @dataclass
@@ -54,7 +58,7 @@ class RequestMetrics:
     first_token_time:float = None
     finished_time:float = None
 
-# %% ../nbs/40_llm.ipynb #47b39249
+# %% ../nbs/40_llm.ipynb #bbfe3571
 @dataclass
 class Logprob:
     "How likely a token was to the model, before temperature, penalties and all else"
@@ -70,7 +74,7 @@ class CompletionOutput:
     token_ids:list                  # with the id that ended it
     cumulative_logprob:float = None # of these tokens, if `logprobs` were asked for
     logprobs:list = None            # for each token, {id: `Logprob`}: the chosen one and the likeliest
-    finish_reason:str = None        # "stop", "length" or "abort"; None: not finished
+    finish_reason:str = None        # "stop", "length", "abort" or "error"; None: not finished
     stop_reason:object = None       # the stop string, or which of `stop_token_ids` ended it
 
     def finished(self)->bool: return self.finish_reason is not None
@@ -144,13 +148,29 @@ def parse_prompt(
     ids = tokenizer.encode(text) if ids is None else ids
     return text, check_ids(ids, vocab_size), salt
 
-# %% ../nbs/40_llm.ipynb #633f25c1
+# %% ../nbs/40_llm.ipynb #85290908
+def where(
+    error,  # an exception
+)->str:     # its kind, and the lines that led to it
+    "What a log may say of an exception: not its message, which might quote a prompt"
+    return type(error).__name__ + "\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip()
+
 class Fanout:
-    "An `emit` with any number of listeners, which may come and go"
+    "An `emit` with any number of listeners, which may come and go; one that raises goes"
     def __init__(self): self.listeners = []
 
     def __call__(self, name, **fields):
-        for listen in self.listeners: listen(name, **fields)
+        for listen in self.listeners:
+            try: listen(name, **fields)
+            except Exception as e: self._drop(listen, name, e)
+
+    def remove(self, listen):
+        "It is no error if it has gone already"
+        self.listeners = [x for x in self.listeners if x is not listen]
+
+    def _drop(self, listen, name, error):
+        _log.error("a listener raised when it was told of %r, and is told no more: %s", name, where(error))
+        self.remove(listen)
 
 # %% ../nbs/40_llm.ipynb #57683cdc
 def find_stop(
@@ -180,7 +200,7 @@ def live_stops(
     def loses(i, s): return any(t in s[:-1] or j < i and s.endswith(t) for j, t in enumerate(stops) if j != i)
     return [s for i, s in enumerate(stops) if not loses(i, s)]
 
-# %% ../nbs/40_llm.ipynb #c04672c4
+# %% ../nbs/40_llm.ipynb #eaab2667
 class Choice:
     "The text side of one live request"
     def __init__(self, request, index, tokenizer, answer):
@@ -196,7 +216,7 @@ class Choice:
     @property
     def reason(self): # an answer that was never begun ends with the one it waited for
         r, lead = self.request, self.answer.lead
-        return r.finish_reason or ("abort" if r.number is None and lead.finish_reason == "abort" else None)
+        return r.finish_reason or (lead.finish_reason if r.number is None and self.answer.gone else None)
 
     def watch(self, ids): # called by the scheduler, before it knows whether the answer is full
         self.read()
@@ -231,16 +251,19 @@ class Choice:
         return CompletionOutput(self.index, self.text[at:end], r.output[n:], likely,
                                 self.logprobs and self.logprobs[n:], self.reason, r.stop_reason)
 
-# %% ../nbs/40_llm.ipynb #78a4f337
+# %% ../nbs/40_llm.ipynb #6afc63b3
 class Answer:
     "What a prompt asked, and the choices that answer it"
     def __init__(self, id, prompt, tokenizer, arrival):
         self.id, self.prompt, self.tokenizer, self.metrics = id, prompt, tokenizer, RequestMetrics(arrival)
         self.choices, self.pending = [], [] # all; those whose requests wait for the first one's prompt
+        self.error = None # why there is no answer
         self._said, self.prompt_logprobs = {}, None # id -> its text, for log-probabilities
 
     @property
     def lead(self): return self.choices[0].request
+    @property
+    def gone(self)->bool: return self.lead.finish_reason in ("abort", "error")
     @property
     def done(self)->bool: return all(c.reason for c in self.choices)
 
@@ -291,7 +314,7 @@ def check_params(
         if n > max_logprobs != -1:
             raise ValueError(f"{name}={getattr(p, name)}, but max_logprobs={max_logprobs}; -1 allows any")
 
-# %% ../nbs/40_llm.ipynb #0845b953
+# %% ../nbs/40_llm.ipynb #8290d935
 class TextEngine:
     "An engine that takes and gives text: every live request has a `Choice`, every prompt an `Answer`"
     WHEN = dict(admit="first_scheduled_time", token="first_token_time",
@@ -342,16 +365,28 @@ class TextEngine:
         for c in pending: self.engine.add(c.request, answer.metrics.arrival_time)
 
     def step(self):
-        "One step of the engine; answers that grew are now in `fresh`"
-        for r, ids in self.engine.step():
+        "One step of the engine; answers that grew, or that cannot be given, are now in `fresh`"
+        try: news = self.engine.step()
+        except Exception as e: # it will try who was in it by themselves, and tell who has to end
+            if self.engine.n_raised == 1: _log.warning("a step raised, it is tried again: %s", where(e))
+            return
+        for r, ids in news:
             c = self.choices.get(r.id)
             if c is None or c.request is not r: continue # somebody gave it to the engine without us
-            c.read()
             self.fresh[c.answer.id] = c.answer
-            if c.answer.pending: self._follow(c.answer)
+            if error := self._read(c): self._fail(c.answer, error)
+            elif c.answer.pending: self._follow(c.answer)
+
+    def _read(self, c)->Exception: # or None
+        try: return c.request.error or c.read()
+        except Exception as e: return e
+
+    def _fail(self, answer, error): # all of it
+        answer.error, answer.pending = answer.error or error, []
+        for c in answer.choices: self.engine.abort(c.request.id)
 
     def run(self, answers:list):
-        "Step until these are answered, yielding each that has grown; others advance and keep what is theirs"
+        "Step until all are answered, yielding each that grew; raises if one cannot be. Others advance too"
         mine = {a.id: a for a in answers}
         try:
             while mine:
@@ -367,6 +402,8 @@ class TextEngine:
             raise
         finally:
             for a in answers: self.forget(a)
+        for i, a in enumerate(answers):
+            if a.error: raise _with_outputs(a.error, i, answers)
 
     def abort(self, id):
         "Take a prompt back, or one of its choices; whoever waits for it gets what there is, and hears of it"
@@ -392,6 +429,12 @@ class TextEngine:
         if name != "abort": return
         if c.request is a.lead: a.pending = []
         self.fresh[a.id] = a
+
+def _with_outputs(error, number, answers):
+    error.outputs = [a.output() for a in answers]
+    error.add_note(f"prompt {number} of {len(answers)} cannot be answered; "
+                   "`outputs` of this exception has what there is")
+    return error
 
 # %% ../nbs/40_llm.ipynb #5655ab10
 @dataclass
@@ -444,7 +487,7 @@ def pool_size(
                          "but 2 are needed: the null block and one to hand out")
     return min(fit, cdiv(n_tokens, block_size) + 1)
 
-# %% ../nbs/40_llm.ipynb #e4d4e29a
+# %% ../nbs/40_llm.ipynb #b5ea7918
 KV_DTYPES = dict(auto=None, bfloat16=torch.bfloat16, float32=torch.float32, int8=torch.int8,
                  fp8=torch.float8_e4m3fn, fp8_e4m3=torch.float8_e4m3fn, fp8_e5m2=torch.float8_e5m2)
 
@@ -478,10 +521,13 @@ def compiled_step(
     except ImportError as e: why = str(e)
     else: why = unfit(model)
     if why:
-        logging.getLogger(__name__).warning("this model's steps are run by PyTorch, not compiled: %s", why)
+        _log.warning("this model's steps are run by PyTorch, not compiled: %s", why)
         return None, None
     kv_dtype = kv_dtype or kv_dtype_for(model)
     return partial(CpuRunner, kv_dtype=kv_dtype), kv_dtype
+
+def is_packed(model)->bool: # any of its weights?
+    return any(isinstance(m, Packed) for m in model.modules())
 
 def run_largest(
     make,       # number of blocks -> a `Runner`
@@ -492,7 +538,7 @@ def run_largest(
     ids = make(n_blocks)(plan)
     if callable(ids): ids()
 
-# %% ../nbs/40_llm.ipynb #63cd45c4
+# %% ../nbs/40_llm.ipynb #67d691b5
 def load_text_model(
     model,         # a path, a `Transformer`, or None for the default model
     tokenizer,     # needed beside a `Transformer`, else None: the model's own
@@ -503,11 +549,7 @@ def load_text_model(
     max_len=None,  # longest sequence to come, for files; None: what the model takes
 )->tuple:          # (`Transformer`, tokenizer)
     "A model and its tokenizer, from whatever the user has"
-    if isinstance(model, Transformer):
-        if tokenizer is None: raise ValueError("a `Transformer` brings no tokenizer: pass `tokenizer=` too")
-        if quantization:
-            raise ValueError(f"quantization={quantization!r} is for files: pack this model with `quant.pack`")
-        return model, tokenizer
+    if isinstance(model, Transformer): return _held(model, tokenizer, quantization)
     cpu, path = torch.device(device or "cpu").type == "cpu", default_model() if model is None else model
     find_kind(quantization)
     if quantization and not cpu:
@@ -518,6 +560,30 @@ def load_text_model(
     model, own = (load_packed(path, quantization, dtype, device, **how) if packed
                   else load_model(path, dtype, device, **how))
     return model, tokenizer or own
+
+def _held(model, tokenizer, quantization): # a model that is in memory already
+    if tokenizer is None: raise ValueError("a `Transformer` brings no tokenizer: pass `tokenizer=` too")
+    if quantization:
+        raise ValueError(f"quantization={quantization!r} is for files: pack this model with `quant.pack`")
+    return model, tokenizer
+
+# %% ../nbs/40_llm.ipynb #0974e95e
+def load_ranks(
+    n:int,    # tensor_parallel_size
+    backend,  # of attention
+    model, tokenizer, dtype, device, ops, quantization, max_len, # as for `load_text_model`
+)->tuple:     # (this rank's share, tokenizer, its `Ranks`, who runs the others)
+    "A model whose matrices are cut over n ranks"
+    if isinstance(model, Transformer): _held(model, tokenizer, quantization)
+    if quantization:
+        raise ValueError(f"quantization={quantization!r} with tensor_parallel_size={n}, "
+                         "but packed weights are not cut")
+    if model is None: model = default_model()
+    how = dict(ops=ops.__name__, dtype=dtype, max_len=max_len)
+    ranks, crew, share, own = assemble(n, model, backend, device, **how)
+    _log.warning("tensor_parallel_size=%d: weights are kept as %s, and each operation is launched by itself",
+                 n, share.dtype)
+    return share, tokenizer or own, ranks, crew
 
 # %% ../nbs/40_llm.ipynb #2c6ccc27
 def by_name(
@@ -531,7 +597,7 @@ def by_name(
     if given in table: return table[given]
     raise ValueError(f"{option}={given!r}, but there is only {', '.join(table)}")
 
-# %% ../nbs/40_llm.ipynb #0be3fa77
+# %% ../nbs/40_llm.ipynb #b0b7a609
 _FROM_MODEL = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
 _FROM_MODEL["max_new_tokens"] = "max_tokens" # its names -> ours
 
@@ -549,7 +615,7 @@ def default_params(
     said = json.loads(path.read_text(encoding="utf-8"))
     found = {ours: said[theirs] for theirs, ours in _FROM_MODEL.items() if said.get(theirs) is not None}
     SamplingParams(**found) # ValueError if it makes no sense
-    if found: logging.getLogger(__name__).warning(
+    if found: _log.warning(
         "requests without sampling_params use %s of %s; generation_config='vllm' turns that off", found, path)
     return found
 
@@ -568,7 +634,7 @@ def check_as_it_is(
         if value != AS_IT_IS[name]:
             raise ValueError(f"{name}={value!r} is not supported, only {AS_IT_IS[name]!r}")
 
-# %% ../nbs/40_llm.ipynb #fdf5ed9a
+# %% ../nbs/40_llm.ipynb #76e7271b
 class LLM:
     "Text in, text out, over one engine. vLLM's names; an option that is not there yet raises"
     def __init__(self,
@@ -589,7 +655,7 @@ class LLM:
         eviction_order="lru",                # which cached block goes first: in `blocks.orders`, or your own
         enforce_eager:bool=False,            # each operation by itself: no CUDA graphs, no compiled step
         async_scheduling:bool=None,          # plan a step before the last one's ids are known; None: on a GPU
-        tensor_parallel_size:int=1,          # only 1
+        tensor_parallel_size:int=1,          # ranks that share every matrix, each a process: `parallel`
         seed:int=0,                          # for requests that bring none
         chat_template:str=None,              # Jinja; None: the model's
         logits_processors:list=None,         # classes that are asked per request: `choose.request_processors`
@@ -602,8 +668,6 @@ class LLM:
         **as_it_is,                          # vLLM's options that ask for what is so anyway
     ):
         check_as_it_is(as_it_is)
-        if tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size={tensor_parallel_size!r} is not supported yet, only 1")
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization!r}, but it must be in (0, 1]")
         is_policy = lambda x: isinstance(x, Policy)
@@ -615,44 +679,61 @@ class LLM:
         if isinstance(model, Transformer): device = model.device
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         backend, ops, sample = pick_kernels(device, attention_backend, kv_cache_dtype)
-        self.model, self.tokenizer = load_text_model(
+        n = tensor_parallel_size
+        load = load_text_model if n == 1 else partial(load_ranks, n, backend)
+        self.model, self.tokenizer, *others = load(
             model, tokenizer, dtype, device, ops, quantization, max_model_len)
         self.chat_template, self.emit = chat_template, Fanout()
-        limit, budget = self.model.config.max_len, max_num_batched_tokens
-        if max_model_len is not None and max_model_len > limit:
-            raise ValueError(f"max_model_len={max_model_len}, but the model ends at {limit} tokens")
-        if max_model_len is not None: limit = max_model_len
-        if budget is None: budget = 512 if device.type == "cpu" else 2048
-        rows = min(256, budget) if max_num_seqs is None else max_num_seqs
-        n_blocks, kind = num_gpu_blocks_override, KV_DTYPES[kv_cache_dtype]
-        compiled, kv = None, None
-        if device.type == "cpu" and attention_backend is None and not enforce_eager:
-            compiled, kv = compiled_step(self.model, kind)
-        if n_blocks is None:
-            if kv_cache_memory_bytes is None and device.type == "cuda":
-                largest = largest_plan(max(budget, rows), rows, limit, block_size)
-                make = lambda n: Runner(self.model, backend, n, block_size, rows, limit, sample)
-                step = lambda: run_largest(make, *largest)
-                memory = profile_memory(step, gpu_memory_utilization, device)
-            else: memory = 2**30 if kv_cache_memory_bytes is None else kv_cache_memory_bytes
-            n_blocks = pool_size(self.model.config, block_size, limit*rows, memory,
-                                 number_bytes(kv or kind or self.model.dtype, self.model.config.head_dim))
-        ahead = device.type == "cuda" if async_scheduling is None else async_scheduling
-        chunk, window = long_prefill_token_threshold or None, self.model.config.window
-        kind, more = BlockManager, {} # or, if every layer has a window:
-        if window: kind, more = WindowManager, dict(window=window, chunk=(chunk or budget)*(1 + ahead))
-        pool = BlockPool(n_blocks, self.emit, order)
-        manager = kind(pool, block_size, caching=enable_prefix_caching, **more)
-        scheduler = Scheduler(manager, rows, budget, limit, chunk, policy, self.emit)
-        sizes = n_blocks, block_size, rows, scheduler.limit
-        self.grammar = Grammar(self.tokenizer, self.model.config.vocab_size)
-        chooses = dict(processors=processors, grammar=self.grammar)
-        if compiled: runner = compiled(self.model, *sizes, keep=self.model is model, **chooses)
-        else: runner = make_runner(self.model, backend, *sizes, enforce_eager=enforce_eager, sample=sample,
-                                   **chooses)
-        self.engine = Engine(scheduler, runner, emit=self.emit, ahead=int(ahead))
-        self.texts = TextEngine(self.engine, self.emit, self.tokenizer, self.model.config.vocab_size, seed,
-                                max_logprobs, [self.grammar.check])
+        with ExitStack() as undo: # other ranks end, if this does not come about
+            if others: undo.callback(others[1].dismiss)
+            limit, budget = self.model.config.max_len, max_num_batched_tokens
+            if max_model_len is not None and max_model_len > limit:
+                raise ValueError(f"max_model_len={max_model_len}, but the model ends at {limit} tokens")
+            if max_model_len is not None: limit = max_model_len
+            if budget is None: budget = 512 if device.type == "cpu" else 2048
+            rows = min(256, budget) if max_num_seqs is None else max_num_seqs
+            n_blocks, kind = num_gpu_blocks_override, KV_DTYPES[kv_cache_dtype]
+            plain = partial(RankRunner, others[0], crew=others[1]) if others else Runner
+            compiled, kv = None, None
+            if device.type == "cpu" and attention_backend is None and not (enforce_eager or others):
+                compiled, kv = compiled_step(self.model, kind)
+                asked = quantization or dtype != "auto" or isinstance(model, Transformer)
+                if not (compiled or asked) and is_packed(self.model):
+                    _log.warning("its weights are unpacked to float32, which is many times as fast there; "
+                                 "quantization='Q4_1', for example, keeps them packed")
+                    self.model, self.tokenizer = load(
+                        model, tokenizer, "float32", device, ops, None, max_model_len)
+            if n_blocks is None:
+                if kv_cache_memory_bytes is None and device.type == "cuda":
+                    largest = largest_plan(max(budget, rows), rows, limit, block_size)
+                    make = lambda n: plain(self.model, backend, n, block_size, rows, limit, sample=sample)
+                    step = lambda: run_largest(make, *largest)
+                    memory = profile_memory(step, gpu_memory_utilization, device)
+                else: memory = 2**30 if kv_cache_memory_bytes is None else kv_cache_memory_bytes
+                n_blocks = pool_size(self.model.config, block_size, limit*rows, memory,
+                                     number_bytes(kv or kind or self.model.dtype, self.model.config.head_dim))
+            ahead = device.type == "cuda" if async_scheduling is None else async_scheduling
+            chunk, window = long_prefill_token_threshold or None, self.model.config.window
+            kind, more = BlockManager, {} # or, if every layer has a window:
+            if window: kind, more = WindowManager, dict(window=window, chunk=(chunk or budget)*(1 + ahead))
+            pool = BlockPool(n_blocks, self.emit, order)
+            manager = kind(pool, block_size, caching=enable_prefix_caching, **more)
+            scheduler = Scheduler(manager, rows, budget, limit, chunk, policy, self.emit)
+            sizes = n_blocks, block_size, rows, scheduler.limit
+            self.grammar = Grammar(self.tokenizer, self.model.config.vocab_size)
+            chooses = dict(processors=processors, grammar=self.grammar)
+            if compiled: runner = compiled(self.model, *sizes, keep=self.model is model, **chooses)
+            elif others: runner = plain(self.model, backend, *sizes, sample=sample, **chooses)
+            else: runner = make_runner(self.model, backend, *sizes, enforce_eager=enforce_eager,
+                                       sample=sample, **chooses)
+            self.engine = Engine(scheduler, runner, emit=self.emit, ahead=int(ahead))
+            self.texts = TextEngine(self.engine, self.emit, self.tokenizer, self.model.config.vocab_size,
+                                    seed, max_logprobs, [self.grammar.check])
+            undo.pop_all()
+
+    def shutdown(self):
+        "End the processes of other ranks, if there are any; after that nothing more can be asked"
+        if isinstance(self.engine.run, RankRunner): self.engine.run.shutdown()
 
     def get_default_sampling_params(self)->SamplingParams:
         "What a request without `sampling_params` uses"
@@ -754,7 +835,7 @@ class LLM:
         recorder = Trace(self.engine.clock, manager.pool.n_blocks, manager.block_size)
         self.emit.listeners.append(recorder)
         try: yield recorder
-        finally: self.emit.listeners.remove(recorder)
+        finally: self.emit.remove(recorder)
 
     def add(self, prompts, params=None, priority=None)->list:
         "Queue them, all or none: their `Answer`s, for whoever steps `texts`"

@@ -28,7 +28,7 @@ class Score(NamedTuple):
     top_ids:list        # the likeliest, as many as were asked for
     top_logprobs:list
 
-# %% ../nbs/20_request.ipynb #3e49067b
+# %% ../nbs/20_request.ipynb #391936ec
 class Request:
     "One prompt on its way to an answer. Read by everyone, changed only by the scheduler"
     def __init__(self,
@@ -59,6 +59,7 @@ class Request:
         self.n_preempted = 0
         self.n_passed = 0              # steps since it was last in a plan, while it runs
         self.status, self.finish_reason, self.stop_reason = Status.WAITING, None, None
+        self.error = None              # what its computation raised, if that ended it
         self.row = self.number = None  # place in the batch, place in the order of arrival
         self._check(params)
 

@@ -194,7 +194,7 @@ def _placed(cuts, x): # the same cuts, with the arrays' places on the device
     def put(key, i, cut): return cut._replace(tiles=x[key, i, "tiles"], merges=x[key, i, "merges"])
     return {key: [put(key, i, cut) for i, cut in enumerate(some)] for key, some in cuts.items()} or None
 
-# %% ../nbs/23_runner.ipynb #a7a1383f
+# %% ../nbs/23_runner.ipynb #c44a3657
 class Runner:
     "Plan -> tensors -> ids: any model, any device, any back-end"
     def __init__(self,
@@ -261,10 +261,10 @@ class Runner:
         "Only rows that want an id go through the output head, and prompts that somebody asks about"
         if self.watch: self.watch(hidden, works)
         ids, scored = batch.rows.long(), None # nobody's
+        prompts = self.judge(hidden, works) if self.chooser.wishes else ()
         if len(ids):
             wanted = works if len(ids) == len(works) else [w for w in works if w.sample]
             ids, scored = self.sample(hidden, batch, wanted)
-        prompts = self.judge(hidden, works) if self.chooser.wishes else ()
         return tell(self.wire.receive, ids, scored, prompts) if len(ids) or prompts else []
 
     def sample(self, hidden, batch, works): # the works that want an id

@@ -116,7 +116,7 @@ class Rows:
         gone, self._gone = self._gone, []
         return Plan(sorted(admitted, key=lambda a: a.row), list(works.values()), gone)
 
-# %% ../nbs/21_scheduler.ipynb #59f21438
+# %% ../nbs/21_scheduler.ipynb #df6126dd
 _work = partial(tuple.__new__, Work) # `Work(*fields)` in half the time
 
 class Scheduler:
@@ -141,6 +141,8 @@ class Scheduler:
         self.running, self.by_row = self.rows.running, self.rows.by_row # read by everyone, changed by `rows`
         self.passed_over = False # did a running request get nothing in the last step?
         self.under_way = deque() # steps planned, but not taken in: (plan, its rows' requests), oldest first
+        self.news = []           # what `update` has not told yet: it raised in the middle, or errors
+        self.expected = {}       # id -> a request that is elsewhere, until somebody calls `welcome`
 
     def _check_sizes(self):
         if self.max_model_len == inf: raise ValueError("max_model_len=None, but this pool holds any length")
@@ -150,14 +152,20 @@ class Scheduler:
             raise ValueError(f"max_num_batched_tokens={n}, but max_num_seqs={self.max_num_seqs} requests "
                              "need a token each in every step")
 
-    def __len__(self)->int: return len(self.waiting) + len(self.running)
+    def __len__(self)->int: return len(self.waiting) + len(self.running) + len(self.expected)
 
     # requests come and go
     def add(self, r:Request):
         "Queue a request; ValueError if it can never run"
+        self.expect(r)
+        self.welcome(r.id)
+
+    def expect(self, r:Request):
+        "Accept a request that somebody else begins, as `add` does; it joins the queue by `welcome`"
         if not r.n_prompt: raise ValueError(f"request {r.id}: the prompt has 0 tokens, but needs at least 1")
         if r.number is not None: raise ValueError(f"request {r.id}: it was queued before; make a new one")
-        if r.id in self.waiting or r.id in self.running: raise ValueError(f"request {r.id}: id in use")
+        if any(r.id in x for x in (self.waiting, self.running, self.expected)):
+            raise ValueError(f"request {r.id}: id in use")
         if r.n_prompt >= self.limit:
             n, B = self.manager.pool.n_blocks - 1, self.manager.block_size
             raise ValueError(
@@ -166,23 +174,41 @@ class Scheduler:
                 f"the pool holds {n} blocks x {B} tokens")
         r.number, self._n_arrived = self._n_arrived, self._n_arrived + 1
         self.emit("arrive", request=r.id, n_prompt=r.n_prompt)
-        self.waiting.push(r)
+        self.expected[r.id] = r
 
-    def abort(self, id):
-        "Take a request back, wherever it is; an unknown or finished one is no error"
+    def welcome(self, id):
+        "A request that was expected is here: it waits like any other"
+        self.waiting.push(self.expected.pop(id))
+
+    def hear(self, id, token:int, score=None, prompt=(), n_cached:int=None):
+        "What somebody else computed for an expected request: its first token, perhaps its last; `Score`s"
+        r = self.expected[id]
+        r.n_cached = n_cached
+        if prompt: self._hear(r, 0, prompt)
+        self.news.append((r, [token]))
+        if reason := self._say(r, token, score): self._finish(self.expected.pop(id), reason)
+
+    def abort(self, id, error:Exception=None):
+        "Take a request back, wherever it is; an unknown or finished one is no error. `error`: why it must go"
         if id in self.waiting: r = self.waiting.remove(id)
         elif id in self.running: self._leave(r := self.running[id])
+        elif id in self.expected: r = self.expected.pop(id)
         else: return
-        self._finish(r, "abort")
+        self._take_back(r, error)
 
-    def reset(self):
-        "Abort everything and forget every block, whatever state an interrupt left them in"
-        requests = {r.id: r for r in (*self.waiting, *self.running.values())}
+    def _take_back(self, r, error):
+        if error: r.error, self.news = error, [*self.news, (r, [])]
+        self._finish(r, "error" if error else "abort")
+
+    def reset(self, error:Exception=None):
+        "Abort everything and forget every block, whatever state an interrupt or an error left them in"
+        requests = {r.id: r for r in (*self.waiting, *self.running.values(), *self.expected.values())}
+        self.expected.clear()
         self.manager.reset()
         self.rows.reset()
         self.under_way.clear()
-        self.waiting = Queue(self.policy.order)
-        for r in requests.values(): self._finish(r, "abort")
+        self.waiting, self.news = Queue(self.policy.order), self.news if error else []
+        for r in requests.values(): self._take_back(r, error)
 
     def rewind(self):
         "Steps under way are lost, and so is what the runner knew: compute again, admit every row again"
@@ -191,7 +217,16 @@ class Scheduler:
         self.rows.resend()
 
     # one step
-    def schedule(self)->Plan:
+    def schedule(self, only=None)->Plan:
+        "The plan of a step; `only`: of no others than these ids, all of which run"
+        works = self._choose() if only is None else self._repeat(only)
+        plan = self.rows.plan(works, self.manager.tables)
+        owners = {w.row: self.by_row[w.row] for w in plan.works}
+        for w, r in zip(plan.works, owners.values()): r.n_planned = w.start + w.n
+        if plan.works: self.under_way.append((plan, owners))
+        return plan
+
+    def _choose(self)->dict:
         "Continue what runs, preempting if blocks run out; if nobody had to go, admit who waits"
         made_way = bool(self.policy.ousts and self.waiting) and self._make_way(self.waiting.first())
         works, first, last = {}, self._in_turn(), []
@@ -205,11 +240,12 @@ class Scheduler:
         self.passed_over = len(works) < len(self.running) # was anybody?
         if self.passed_over:
             for r in self.running.values(): r.n_passed += r.id not in works
-        plan = self.rows.plan(works, self.manager.tables)
-        owners = {w.row: self.by_row[w.row] for w in plan.works}
-        for w, r in zip(plan.works, owners.values()): r.n_planned = w.start + w.n
-        if plan.works: self.under_way.append((plan, owners))
-        return plan
+        return works
+
+    def _repeat(self, ids)->dict: # the others are not passed over, they wait for the outcome
+        works, some = {}, [r for r in self.running.values() if r.id in ids]
+        self._continue(works, self.max_num_batched_tokens, sorted(some, key=self.policy.mix))
+        return works
 
     def _due(self, r)->bool: return r.n_passed >= self.max_pause - 1 and r.n_missing == 1
 
@@ -296,11 +332,11 @@ class Scheduler:
     def update(self, plan:Plan, ids)->list:
         "Take in what the oldest plan under way brought, an id per work that samples: [(request, [id])…]"
         ids, scores, prompts = ids if isinstance(ids, Told) else (ids, {}, {})
-        n, news = sum(w.sample for w in plan.works), []
+        n = sum(w.sample for w in plan.works)
         if len(ids) != n: raise ValueError(f"the runner gave {len(ids)} ids for a plan that samples {n}")
         if plan.works and not (self.under_way and self.under_way[0][0] is plan):
             raise ValueError("this plan is not the oldest under way")
-        owners = self.under_way.popleft()[1] if plan.works else {}
+        owners = self.under_way[0][1] if plan.works else {}
         ids = iter(ids)
         B = self.manager.block_size
         for row, start, n, _, _, sample in plan.works:
@@ -311,20 +347,29 @@ class Scheduler:
             if prompts and row in prompts: self._hear(r, start, prompts[row])
             if not sample: continue
             self._append(r, id, scores.get(row) if scores else None)
-            news.append((r, [id]))
+            self.news.append((r, [id]))
+        if plan.works: self.under_way.popleft() # now it has been taken in
+        return self.tell()
+
+    def tell(self)->list:
+        "What is new since the last time: [(request, its new ids)…]"
+        news, self.news = self.news, []
         return news
 
     def _hear(self, r, start, scores): # a prompt computed again says nothing new
         r.prompt_scores += scores[len(r.prompt_scores) - start:]
 
     def _append(self, r, id, score=None):
+        if reason := self._say(r, id, score):
+            self._leave(r)
+            self._finish(r, reason)
+
+    def _say(self, r, id, score)->str: # the reason, if it ends
         r.tokens.append(id)
         if r.scores is not None: r.scores.append(score)
         self.emit("token", request=r.id, n_output=len(r.tokens) - r.n_prompt)
         reason, r.stop_reason = r.ends(self.limit)
-        if reason:
-            self._leave(r)
-            self._finish(r, reason)
+        return reason
 
     def _finish(self, r, reason):
         r.status, r.finish_reason, r.row = Status.FINISHED, reason, None

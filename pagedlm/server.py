@@ -268,7 +268,7 @@ async def trace_events(
         async with aclosing(engine.events()) as news:
             async for what in news: yield event(what, "snapshot" if isinstance(what, dict) else "trace")
 
-# %% ../nbs/43_server.ipynb #a7d1419a
+# %% ../nbs/43_server.ipynb #b1268232
 SECONDS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _COUNTERS = dict(
@@ -276,8 +276,10 @@ _COUNTERS = dict(
     prefix_cache_queries="prompt tokens looked up", prefix_cache_hits="prompt tokens found",
     num_preemptions="requests that lost their blocks")
 _TIMES = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
-          "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
-_SIZES = "request_prompt_tokens", "request_generation_tokens", "iteration_tokens_total"
+          "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+          "request_inference_time_seconds", "request_time_per_output_token_seconds")
+_SIZES = ("request_prompt_tokens", "request_generation_tokens", "request_prefill_kv_computed_tokens",
+          "iteration_tokens_total")
 
 class Metrics:
     "An `emit` that counts for Prometheus: vLLM's names, with our prefix"
@@ -297,6 +299,9 @@ class Metrics:
                                num_requests_waiting=lambda: len(s.waiting),
                                kv_cache_usage_perc=lambda: 1 - pool.n_free/(pool.n_blocks - 1)).items():
             make(Gauge, name).labels(model).set_function(look)
+        sizes = dict(block_size=s.manager.block_size, num_gpu_blocks=pool.n_blocks,
+                     enable_prefix_caching=s.manager.caching)
+        make(Gauge, "cache_config_info", "", *sizes).labels(model, *map(str, sizes.values())).set(1)
 
     def __call__(self, name, **fields):
         if note := getattr(self, f"_{name}", None): note(self.clock(), **fields)
@@ -310,7 +315,7 @@ class Metrics:
         self.count["prefix_cache_queries"].inc(r.n_prompt)
         self.count["prefix_cache_hits"].inc(n_cached)
         if r.admitted is None:
-            r.admitted = t
+            r.admitted, r.n_cached = t, n_cached
             self.note["request_queue_time_seconds"].observe(r.queue)
 
     def _token(self, t, request, n_output):
@@ -327,10 +332,15 @@ class Metrics:
     def _finish(self, t, request, reason):
         if not (r := self.live.pop(request, None)): return
         self.ended.labels(self.model, reason).inc()
+        if reason == "error": return # its times are nobody's measure
+        r.end = t
         for name, x in dict(
-                e2e_request_latency_seconds=t - r.arrival, request_decode_time_seconds=r.last - r.first,
-                request_prompt_tokens=r.n_prompt, request_generation_tokens=r.n_output).items():
-            self.note[name].observe(x)
+                e2e_request_latency_seconds=r.e2e, request_decode_time_seconds=r.last - r.first,
+                request_inference_time_seconds=r.last - r.admitted,
+                request_time_per_output_token_seconds=r.itl,
+                request_prompt_tokens=r.n_prompt, request_generation_tokens=r.n_output,
+                request_prefill_kv_computed_tokens=r.n_prompt - r.n_cached).items():
+            if x is not None: self.note[name].observe(x)
 
     def _abort(self, t, request):
         if self.live.pop(request, None): self.ended.labels(self.model, "abort").inc()

@@ -220,7 +220,7 @@ def load_samples(
         elif name in ("finish", "abort"): live.discard(f["request"])
     return samples
 
-# %% ../nbs/31_sim.ipynb #63ae6495
+# %% ../nbs/31_sim.ipynb #4f0b8879
 class FittedCost(NamedTuple):
     "Seconds of a step, as so much for each of these"
     step:float
@@ -237,20 +237,29 @@ class FittedCost(NamedTuple):
 
 def fit_cost(
     samples:list, # of (`Load`, seconds)
-)->FittedCost:    # the prices that make the squares of the relative errors smallest
+)->FittedCost:    # the prices that make the sum of the errors smallest, in seconds
     "Learn from steps what a step costs"
     import numpy as np
     seconds = np.array([s for _, s in samples])
-    X = np.array([[1, *load] for load, _ in samples]) / seconds[:, None]
+    X = np.array([[1, *load] for load, _ in samples], float)
     scale = X.max(axis=0) + (X.max(axis=0) == 0)
-    X, best = X / scale, (inf, np.zeros(6))
+    weights = seconds**-.5
+    for _ in range(30): # squares, weighed by 1 / error, are errors
+        prices = _no_less_than_0(X / scale, seconds, weights)
+        off = np.abs(X / scale @ prices - seconds)
+        weights = np.maximum(off, 1e-4 * seconds.mean())**-.5
+    return FittedCost(*map(float, prices / scale))
+
+def _no_less_than_0(X, y, weights): # least squares, where no coefficient may be negative
+    import numpy as np
+    A, b, best = X * weights[:, None], y * weights, (inf, np.zeros(6))
     for chosen in (list(c) for n in range(1, 7) for c in combinations(range(6), n)):
-        prices = np.linalg.lstsq(X[:, chosen], np.ones(len(X)), rcond=None)[0]
-        error = ((X[:, chosen] @ prices - 1)**2).sum()
-        if (prices >= 0).all() and error < best[0] * (1 - 1e-9):
+        found = np.linalg.lstsq(A[:, chosen], b, rcond=None)[0]
+        error = ((A[:, chosen] @ found - b)**2).sum()
+        if (found >= 0).all() and error < best[0] * (1 - 1e-9):
             best = error, np.zeros(6)
-            best[1][chosen] = prices
-    return FittedCost(*map(float, best[1] / scale))
+            best[1][chosen] = found
+    return best[1]
 
 # %% ../nbs/31_sim.ipynb #2a8ca658
 class SimRunner:
@@ -397,7 +406,7 @@ def block_keys(
     parts = range(hash_size // block_size)
     return [f"{h}.{i}".encode() for h in hashes for i in parts][:n_prompt // block_size]
 
-# %% ../nbs/31_sim.ipynb #5f47c8f3
+# %% ../nbs/31_sim.ipynb #5716a70d
 @dataclass
 class Simulated:
     "What came out of a simulation"
@@ -441,28 +450,19 @@ class Simulated:
         percents=(50, 90, 99), # which percentiles
     )->dict:                   # "queue", "ttft", "itl", "e2e" -> n, mean, p50, …; seconds
         "Latencies of all requests together, as from `latency_summary`"
+        import numpy as np
         waits = {k: [getattr(r, k) for r in self.requests] for k in ("queue", "ttft", "e2e")}
-        told = {k: _summary(xs, [1] * len(xs), percents) for k, xs in waits.items()}
-        return told | dict(itl=_summary(self.gaps[::2], self.gaps[1::2], percents))
+        waits["itl"] = np.repeat(self.gaps[::2], np.array(self.gaps[1::2], int))
+        def told(xs): return [float(x) for x in (np.mean(xs), *np.percentile(xs, percents))]
+        names = "mean", *(f"p{p}" for p in percents)
+        return {k: dict(n=len(xs)) | dict(zip(names, told(xs) if len(xs) else [None] * len(names)))
+                for k, xs in waits.items()}
 
     def row(self)->dict:
         "Numbers for a line of a table"
         said = {f"{k}_{p}": v[p] for k, v in self.summary().items() for p in ("p50", "p99")}
         names = "seconds throughput occupancy hit_rate n_preempted recomputed".split()
         return {k: getattr(self, k) for k in names} | said
-
-# %% ../nbs/31_sim.ipynb #bb2af7ff
-def _summary(values, counts, percents): # of values that occur so many times each
-    import numpy as np
-    if not len(values): return dict(n=0, mean=None, **{f"p{p}": None for p in percents})
-    values, counts = np.array(values), np.array(counts)
-    order = np.argsort(values)
-    ends = np.cumsum(counts[order])
-    n = int(ends[-1])
-    def at(i): return float(values[order[np.searchsorted(ends, min(i, n - 1), side="right")]])
-    def between(x): return at(int(x)) + (at(int(x) + 1) - at(int(x))) * (x - int(x)) # as `percentile` does
-    told = {f"p{p}": between((n - 1) * p / 100) for p in percents}
-    return dict(n=n, mean=float(values @ counts / n), **told)
 
 # %% ../nbs/31_sim.ipynb #18f0fb34
 def simulate(

@@ -90,7 +90,7 @@ class Life:
     def itl(self)->float: # on average
         return (self.last - self.first) / (self.n_output - 1) if self.n_output > 1 else None
 
-# %% ../nbs/30_trace.ipynb #7ee72a36
+# %% ../nbs/30_trace.ipynb #0c1f159c
 def percentile(
     values,   # numbers, in any order
     p:float,  # 0 … 100
@@ -106,11 +106,11 @@ def latency_summary(
     events:list,           # of a `Recorder`
     percents=(50, 90, 99), # which percentiles
 )->dict:                   # "queue", "ttft", "itl", "e2e" -> n, mean, p50, …; seconds
-    "Latencies of all requests together; the e2e of aborted ones does not count"
+    "Latencies of all requests together; the e2e of those that were cut short does not count"
     rs = latency(events).values()
     waits = {k: [r[k] for r in rs if r[k] is not None] for k in ("queue", "ttft")}
     waits["itl"] = [x for r in rs for x in r["itl"]]
-    waits["e2e"] = [r["e2e"] for r in rs if r["reason"] not in (None, "abort")]
+    waits["e2e"] = [r["e2e"] for r in rs if r["reason"] not in (None, "abort", "error")]
     return {k: dict(n=len(xs), mean=sum(xs) / len(xs) if xs else None,
                     **{f"p{p}": percentile(xs, p) for p in percents}) for k, xs in waits.items()}
 

@@ -27,7 +27,7 @@ from .hub import cache_dir, default_model, find_model, whole_file
 from .tokenizer import Tokenizer
 from .vocab import tokenizer_json
 
-# %% ../nbs/08_weights.ipynb #b3982711
+# %% ../nbs/08_weights.ipynb #8f6f96ae
 class SafetensorsSource:
     "A folder in Hugging Face's layout: config.json, *.safetensors, tokenizer.json"
     def __init__(self, path):
@@ -94,7 +94,9 @@ class SafetensorsSource:
     def tensor(self, name):
         return family_of(self.meta).adapt(name, self.files[name].get_tensor(name), self.meta)
 
-    def pieces(self, name): yield self.tensor(name)
+    def shape(self, name): return tuple(self.tensor(name).shape)
+
+    def pieces(self, name, rows=slice(None)): yield self.tensor(name)[rows]
 
     def packed(self, name): return None # nothing is packed here
 
@@ -389,7 +391,7 @@ def _gguf_tokenizer(file)->Path: # a `GGUFFile`
         with whole_file(path) as f: f.write(text.encode())
     return path
 
-# %% ../nbs/08_weights.ipynb #7caeb76a
+# %% ../nbs/08_weights.ipynb #ac86388a
 _TURN_ENDS = "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>" # older files do not say so
 
 class GGUFSource:
@@ -462,10 +464,12 @@ class GGUFSource:
 
     def __deepcopy__(self, memo): return self # a file is read, never changed
 
-    def pieces(self, name, n=2**20): # of at most about n numbers, one below the other
+    def shape(self, name): return tuple(self.tensors[name].shape)
+
+    def pieces(self, name, rows=slice(None), n=2**20): # of at most about n numbers, one below the other
         import torch
         t = self.tensors[name]
-        try: rows = self._ordered(name)
+        try: rows = self._ordered(name)[rows]
         except ValueError as e: raise ValueError(f"{self.path}: {t.name}: {e}") from None
         if not t.is_packed:
             x = torch.from_numpy(rows)

@@ -97,7 +97,7 @@ class World:
     "An engine, its clock, its events, its plans, and the requests it was given; checked before and after every step"
     def __init__(self, n_blocks=11, block_size=4, caching=True, run=None, ahead=0, window=None, **scheduling):
         self.window, self.events, self.plans, self.requests, self.names = window, [], [], [], count()
-        self.since, self.trouble, self.exact = 0, None, True
+        self.since, self.trouble, self.exact, self.trial = 0, None, True, False
         self.kept, self.means = {}, {}  # request -> what the model keeps of its tokens; key -> the same of one block
         scheduling = dict(max_num_seqs=4, max_num_batched_tokens=16) | scheduling
         pool, chunk = BlockPool(n_blocks, self.emit), scheduling.get("max_chunk") or scheduling["max_num_batched_tokens"]
@@ -137,13 +137,15 @@ class World:
 
     def step(self):
         self.since, before, waiting = len(self.events), len(self.plans), len(self.engine.flights)
+        self.trial = bool(self.engine.trials)
         try:
             news = self.engine.step()
+            calm = not self.trial and not any(r.error for r, _ in news)
         except Trouble:
-            news = []
+            news, calm = [], False
         self.check()
         assert len(self.engine.flights) == len(self.scheduler.under_way) <= self.engine.ahead
-        if len(self.plans) == before:
+        if len(self.plans) == before and calm:
             assert not self.scheduler.running or waiting, "it has work, but made no plan"
         if not self.scheduler.running and not self.engine.flights:
             self.runner.rows.forget()  # an idle step has no plan that could tell the runner who is gone
@@ -175,16 +177,16 @@ class World:
         s, rows = self.scheduler, [w.row for w in plan.works]
         assert plan.n_tokens <= s.max_num_batched_tokens and len(rows) == len(set(rows))
         happened = {name for name, _ in self.events[self.since:]}
+        if self.trial:
+            assert "admit" not in happened
+            return self.check_works(plan)
         if "admit" in happened:
             assert "preempt" not in happened, "a step that preempted admitted"
             lacks = sum(self.manager.lacking(self.manager.tables[r.id], max(len(r.tokens), r.n_planned)) for r in s.running.values())
             assert lacks <= self.manager.pool.n_free, "admitted what does not fit beside the others"
+        self.check_works(plan)
         for w in plan.works:
             r = s.by_row[w.row]
-            assert 1 <= w.n <= s.max_chunk and w.start + w.n == r.n_planned and w.start >= r.n_computed
-            assert self.engine.ahead or w.start == r.n_computed
-            assert w.sample == (w.start + w.n >= len(r.tokens))
-            assert w.start < len(r.tokens) or not r.full(w.start + 1, s.limit), "a token after the last"
             assert plan.n_tokens == s.max_num_batched_tokens or "preempt" in happened \
                 or w.n == min(max(len(r.tokens) - w.start, 1), s.max_chunk), "budget is left, but not used"
         idle = [r for r in s.running.values() if r.row not in rows 
@@ -194,6 +196,14 @@ class World:
         if s.policy is fcfs:
             assert all(r.n_missing > 1 for r in idle), "a decode waits"
         self.check()
+
+    def check_works(self, plan):
+        for w in plan.works:
+            r = self.scheduler.by_row[w.row]
+            assert 1 <= w.n <= self.scheduler.max_chunk and w.start + w.n == r.n_planned and w.start >= r.n_computed
+            assert self.engine.ahead or w.start == r.n_computed
+            assert w.sample == (w.start + w.n >= len(r.tokens))
+            assert w.start < len(r.tokens) or not r.full(w.start + 1, self.scheduler.limit), "a token after the last"
 
     def check(self):
         m, s = self.manager, self.scheduler
@@ -236,7 +246,8 @@ class World:
         for r in self.requests:
             assert r.status is Status.FINISHED and r.row is None
             ids, reason = self.expected(r)
-            if r.finish_reason == "abort":
+            assert (r.finish_reason == "error") == isinstance(r.error, Trouble) == (r.error is not None)
+            if r.finish_reason in ("abort", "error"):
                 assert r.output == ids[:r.n_output]
             else:
                 assert (r.output, r.finish_reason) == (ids, reason), r
@@ -315,6 +326,20 @@ def sweep(rnd, n, policy=False, **mishaps):
 
 
 # ---- other processes
+
+def real_engine(block_size=3):
+    "An engine for another process to make: its model is random, but the same everywhere"
+    import torch
+
+    from pagedlm.model import tiny_config, tiny_model
+    from pagedlm.paged import load_backend
+    from pagedlm.runner import Runner
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # empty memory is NaN there, too
+    model = tiny_model(tiny_config(vocab_size=64), seed=3, dtype=torch.float64)
+    s = Scheduler(BlockManager(BlockPool(60), block_size), 4, 16, max_model_len=80)
+    return Engine(s, Runner(model, load_backend("torch"), 60, block_size, 4, s.limit))
+
 
 def said_by(code):
     "What a fresh Python prints that runs this"

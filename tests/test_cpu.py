@@ -347,7 +347,7 @@ def test_a_wait_for_a_stray_counter_ends():
     k = checked()
     counter = k.aligned(32, np.int32)
     k.watch([np.zeros(4)])
-    k.settle(counter.ctypes.data, 0, 1, 0, 0)
+    k.settle(counter.ctypes.data, 0, 1)
     with pytest.raises(IndexError):
         k.check_fault()
     with pytest.raises(ValueError, match="2000 arrays"):
@@ -466,7 +466,8 @@ from pagedlm import cpu
 def try_out():
     (row,), _ = cpu.activations(np.arange(32, dtype=np.float32)[None], "f32")
     counters = cpu.aligned(32, np.int32)
-    assert (row.view(np.float32) == np.arange(32)).all() and cpu.claim(counters.ctypes.data, 3) == 0 and counters[0] == 3
+    assert (row.view(np.float32) == np.arange(32)).all()
+    assert cpu.claim(counters.ctypes.data, 0, 1, 9, 3) == (0, 3) and counters[16] == 3
     return bool(cpu.claim.stats.cache_hits)
 """
 
@@ -569,17 +570,17 @@ def test_counters_share_everything_once():
 
     @njit(nogil=True)
     def work(tid, counters, done, n, size):
-        i, mine = claim(counters, size), 0
-        while i < n:
-            for j in range(i, min(n, i + size)):
+        (i, end), mine = claim(counters, tid, 4, n, size), 0
+        while i < end:
+            for j in range(i, end):
                 fetch_add(done + 4*j, np.int32(1))
-            i, mine = claim(counters, size), mine + min(size, n - i)
-        return settle(counters, mine, n, 0, 0)
+            (i, end), mine = claim(counters, tid, 4, n, size), mine + end - i
+        settle(counters, mine, n)
 
     team, done = cpu.Team(4), np.zeros(1000, np.int32)
-    for size in (1, 7, 64, 2000):
-        counters = cpu.aligned(32, np.int32)
+    for n, size in ((1000, 1), (1000, 7), (1000, 64), (1000, 2000), (3, 1), (1, 1)):
+        counters = cpu.aligned(80, np.int32)
         done[:] = 0
-        team.run(work, counters.ctypes.data, done.ctypes.data, 1000, size)
-        assert (done == 1).all() and counters[16] == 1000
+        team.run(work, counters.ctypes.data, done.ctypes.data, n, size)
+        assert (done[:n] == 1).all() and not done[n:].any() and counters[0] == n
     team.close()

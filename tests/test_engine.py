@@ -1,6 +1,7 @@
 """Events: all that a picture or a number is made of"""
-from random import Random
 import re
+from collections import Counter
+from random import Random
 
 import pytest
 from common import Trouble, World, play, random_arrivals, random_policy, random_world
@@ -42,7 +43,7 @@ def test_a_life_in_order(mishaps):
     for w in games(1, **mishaps):
         for r in w.requests:
             end = "a" if r.finish_reason == "abort" else "f"
-            whole = r"A(at*p)*at+f" if end == "f" else r"A((at*p)*|(at*p)*at*)a"
+            whole = r"A((at*p)*|(at*p)*at*)" + end if r.finish_reason in ("abort", "error") else r"A(at*p)*at+f"
             assert re.fullmatch(whole, life(w, r)), life(w, r)
             mine = [(name, f) for name, f in w.events if f.get("request") == r.id]
             assert mine[0] == ("arrive", dict(request=r.id, n_prompt=r.n_prompt))
@@ -189,3 +190,138 @@ def test_silent_by_default():
     r = Engine(w.scheduler, w.runner).add(Request("a", [1], SamplingParams(max_tokens=1)))
     engine = Engine(w.scheduler, w.runner)
     assert list(engine.drain()) == [[(r, r.output)]] and r.arrival > 0
+
+
+# ---- one request that makes every step raise which it is in
+
+def poison(world, at, n_tokens, late):
+    "Steps raise with the `at`-th request in them, once it knows so many tokens; late: only when their ids are fetched"
+    good, raised = world.engine.run, []
+
+    def fail():
+        raised.append(len(world.plans))
+        raise Trouble
+
+    def run(plan):
+        ids = good(plan)
+        rows = [world.scheduler.by_row[w.row] for w in plan.works]
+        if not any(world.requests.index(r) == at and len(r.tokens) >= n_tokens for r in rows):
+            return ids
+        return fail if late else fail()
+    world.exact, world.engine.run = False, run
+    return raised
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_who_makes_steps_raise_is_found_and_nobody_else(late):
+    rnd, n_found = Random(late), 0
+    for _ in range(80):
+        w = random_world(rnd)
+        at, n_tokens = rnd.randrange(4), rnd.choice([0, 0, 3, 8, 12])  # in its prompt; then, or while it answers
+        raised = poison(w, at, n_tokens, late)
+        play(w, rnd, random_arrivals(rnd, w), p_abort=rnd.choice([0, .02]))
+        ended = [i for i, r in enumerate(w.requests) if r.error]
+        assert ended in ([], [at]) and (not raised or ended or w.requests[at].finish_reason == "abort")
+        n_found += len(ended)
+    assert n_found > 30
+
+
+def test_it_is_found_among_many_in_a_few_steps():
+    for at in range(0, 64, 9):
+        w = World(n_blocks=200, max_num_seqs=64, max_num_batched_tokens=200)
+        raised = poison(w, at, 5, False)
+        for i in range(64):
+            w.add([1, 2, i % 3], max_tokens=4)
+        w.drain().check_done()
+        assert len(raised) == 7 and len(w.plans) <= 1 + 1 + 12 + 4 and [r for r in w.requests if r.error] == [w.requests[at]]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_stopping_rule_that_always_raises(n):
+    "Its neighbours hear of every id, and of their end; nothing is told twice"
+    w, heard = World(), Counter()
+
+    def watch(ids):
+        w.exact = False
+        if w.requests[1].n_output >= n:
+            raise Trouble
+    for prompt, max_tokens, rule in (([1, 2, 3], 1, None), ([2, 2], 9, watch), ([3, 1, 2, 1], n, None), ([1], 9, None)):
+        w.add(prompt, max_tokens=max_tokens, watch=rule)
+    while len(w.scheduler):
+        heard.update({r.id: len(ids) for r, ids in w.step()})
+    assert [r.finish_reason for r in w.requests] == ["length", "error", "length", "length"]
+    for r in (w.requests[0], *w.requests[2:]):
+        assert (r.output, r.finish_reason) == w.expected(r) and heard[r.id] == r.n_output
+    assert w.manager.pool.n_free == w.manager.pool.n_blocks - 1 and isinstance(w.requests[1].error, Trouble)
+
+
+def test_who_listens_may_raise_for_one():
+    w = World()
+    for prompt in ([1, 2, 3], [2, 2], [3, 1]):
+        w.add(prompt, max_tokens=5)
+    emit = w.scheduler.emit
+
+    def fails(name, **fields):
+        emit(name, **fields)
+        if name == "token" and fields["request"] == "r1":
+            w.exact = False
+            raise Trouble
+    w.scheduler.emit = fails
+    w.drain()
+    assert [r.finish_reason for r in w.requests] == ["length", "error", "length"]
+    assert all((r.output, r.finish_reason) == w.expected(r) for r in (w.requests[0], w.requests[2]))
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_if_everybody_raises_everybody_ends(ahead):
+    "Those who wait, too, after a number of steps that does not depend on how many there are; a newcomer is tried again"
+    w = World(ahead=ahead, n_blocks=50)
+    w.exact, w.engine.patience, good = False, 10, w.engine.run
+
+    def lost(plan):
+        raise Trouble
+    w.engine.run, requests = lost, [w.add([1, i], max_tokens=3) for i in (1, 2, 3)*10]
+    for n_steps in range(11):
+        if not len(w.scheduler):
+            break
+        w.step()
+    assert n_steps == 10 and {r.finish_reason for r in requests} == {"error"} and not w.engine.trials
+    assert w.manager.pool.n_free == w.manager.pool.n_blocks - 1
+    w.engine.run = good
+    w.add([2, 1], max_tokens=3)
+    w.drain().check_done()
+
+
+def test_a_scheduler_that_raises_for_one():
+    "Its policy does, and who that is about is found in the same way; if it is nobody, all end"
+    w = World()
+    for prompt in ([1, 2, 3], [2, 2], [3, 1]):
+        w.add(prompt, max_tokens=5)
+    w.step()
+    w.exact, whole = False, w.scheduler.policy.mix
+
+    def mix(r):
+        if r.id == "r1":
+            raise Trouble
+        return whole(r)
+    w.scheduler.policy = w.scheduler.policy._replace(mix=mix)
+    w.drain()
+    assert [r.finish_reason for r in w.requests] == ["length", "error", "length"]
+    assert all((r.output, r.finish_reason) == w.expected(r) for r in (w.requests[0], w.requests[2]))
+
+
+def test_patience_is_for_steps_in_a_row():
+    "Many bad requests, but each time somebody else's step was fine"
+    w = World(n_blocks=100)
+    w.exact, w.engine.patience, good = False, 6, w.engine.run
+
+    def run(plan):
+        ids = good(plan)
+        if any(len(w.scheduler.by_row[work.row].tokens) > 5 for work in plan.works):
+            raise Trouble
+        return ids
+    w.engine.run = run
+    for i in range(1, 31):
+        w.add([1, i % 3 + 1, *[2]*(3*(i % 3 == 0))], max_tokens=2)
+    w.drain().check_done()
+    assert [bool(r.error) for r in w.requests] == [i % 3 == 0 for i in range(1, 31)]

@@ -250,3 +250,35 @@ def test_vocabulary_through_a_file(tmp_path, monkeypatch):
             "'transformers' in sys.modules)")
     monkeypatch.setenv("PAGEDLM_CACHE", str(tmp_path/"cache 2"))
     assert said_by(code) == f"{t.encode('Hi').ids} False\n"
+
+
+def test_packed_weights_are_unpacked_where_no_step_is_compiled(tmp_path, monkeypatch, caplog):
+    "A family that only PyTorch runs here: float32 unless somebody asked for something else; a family that is compiled: packed"
+    from pagedlm import LLM, SamplingParams
+    from pagedlm.llm import is_packed
+    monkeypatch.setenv("PAGEDLM_CACHE", str(tmp_path/"cache"))
+    t = byte_level("qwen2")
+    said, greedy = said_of(t), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    def vocabulary(w):
+        w.add_tokenizer_model("gpt2"), w.add_tokenizer_pre("qwen2")
+        w.add_token_list(said["tokens"]), w.add_token_types(said["token_type"]), w.add_token_merges(said["merges"])
+        w.add_eos_token_id(t.token_to_id("<|end|>"))
+
+    def asked(name, **kw):
+        path, size = tmp_path/f"{name}.gguf", dict(vocab_size=t.get_vocab_size())
+        if not path.exists():
+            write(build(name, **size), name, path, "Q4_1", vocabulary=vocabulary)
+        caplog.clear()
+        llm = LLM(path, max_model_len=64, **kw)
+        lines = [r.getMessage() for r in caplog.records if "unpacked" in r.getMessage()]
+        return llm.model, lines, llm.generate("Hi there", greedy, use_tqdm=False)[0].outputs[0].token_ids
+
+    odd, lines, ids = asked("gemma2")
+    assert not is_packed(odd) and odd.dtype == torch.float32 and len(lines) == 1
+    plain, lines, same = asked("gemma2", dtype="float32")
+    assert not is_packed(plain) and not lines and same == ids
+    kept, lines, _ = asked("gemma2", quantization="Q4_1")
+    assert is_packed(kept) and not lines
+    usual, lines, _ = asked("llama")
+    assert is_packed(usual) and not lines

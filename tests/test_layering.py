@@ -14,7 +14,7 @@ import pagedlm
 
 PACKAGE = Path(pagedlm.__file__).parent
 SETTINGS = PACKAGE.parent/"settings.ini"
-TORCH_FREE = {"core", "draw", "tokenizer", "config", "blocks", "request", "scheduler", "engine", "trace", "sim"}
+TORCH_FREE = {"core", "draw", "tokenizer", "config", "blocks", "request", "scheduler", "engine", "trace", "sim", "cluster"}
 COLUMNS, FUNCTION_LINES, CLASS_LINES = 110, 45, 60
 
 

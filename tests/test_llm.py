@@ -216,7 +216,7 @@ def test_stop_ids_outside_the_vocabulary():
 
 
 @pytest.mark.parametrize("kw, says", [
-    (dict(quantization="int8"), "int8"), (dict(tensor_parallel_size=2), "2"), (dict(kv_cache_dtype="fp8"), "cpu back-end keeps auto, bfloat16"),
+    (dict(quantization="int8"), "int8"), (dict(tensor_parallel_size=3), "tensor_parallel_size=3, but this model has 4 heads"), (dict(kv_cache_dtype="fp8"), "cpu back-end keeps auto, bfloat16"),
     (dict(kv_cache_dtype="fp8", attention_backend="torch"), "torch back-end keeps"), (dict(kv_cache_dtype="int3"), "int3"),
     (dict(logits_processors=[print]), "logits_processors"), (dict(max_model_len=257), "257.*256"), (dict(max_model_len=0), "max_model_len=0"),
     (dict(max_num_seqs=0), "max_num_seqs=0"), (dict(max_num_seqs=9, max_num_batched_tokens=8), "8.*9"), (dict(block_size=0), "block_size=0"),
@@ -302,6 +302,7 @@ class Trouble(Exception):
 
 @pytest.mark.parametrize("what", [Trouble, KeyboardInterrupt])
 def test_an_interrupt_at_any_step_leaves_the_engine_empty_and_usable(what):
+    "An exception that does not come again is nobody's end; Ctrl-C is everybody's"
     llm = tiny(max_num_seqs=3, max_num_batched_tokens=4, num_gpu_blocks_override=12)
     prompts, params = ["abc", "abcdefgh", "xyz", "abcd"], SamplingParams(temperature=0, max_tokens=8)
     expected = [o.outputs[0].token_ids for o in ask(llm, prompts, params)]
@@ -315,13 +316,56 @@ def test_an_interrupt_at_any_step_leaves_the_engine_empty_and_usable(what):
             return run(plan)
         llm.engine.run = fails
         try:
-            ask(llm, prompts, params)
-            break
-        except what:
-            assert empty(llm)
+            assert [o.outputs[0].token_ids for o in ask(llm, prompts, params)] == expected
+            if left > 0: break
+            assert what is Trouble
+        except KeyboardInterrupt:
+            assert what is KeyboardInterrupt
+        assert empty(llm)
         llm.engine.run, steps = run, steps + 1
         assert [o.outputs[0].token_ids for o in ask(llm, prompts, params)] == expected
     assert steps > 10
+
+
+@pytest.mark.parametrize("n_tokens", [0, 3, 7, 11])
+def test_one_prompt_that_cannot_be_computed(n_tokens):
+    "In its prompt or later: all others are answered as alone, then it is raised; streams end in the same way"
+    llm = tiny(max_num_seqs=3, max_num_batched_tokens=4, num_gpu_blocks_override=12)
+    prompts, params = ["abc", "abcd!", "xyz", "abcd"], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    expected, run, bad = [o.outputs[0].token_ids for o in ask(llm, prompts, params)], llm.engine.run, {}
+
+    def fails(plan):
+        for a in plan.admitted: bad[a.row] = ord("!") in a.ids[:a.n_prompt]
+        if any(bad[w.row] and w.start + w.n >= n_tokens for w in plan.works): raise Trouble("no")
+        return run(plan)
+    llm.engine.run = fails
+    with pytest.raises(Trouble, match="no") as e:
+        ask(llm, prompts, params)
+    ids = [o.outputs[0].token_ids for o in e.value.outputs]
+    assert [o.outputs[0].finish_reason for o in e.value.outputs] == ["length", "error", "length", "length"]
+    assert [*ids[:1], *ids[2:]] == [*expected[:1], *expected[2:]] and ids[1] == expected[1][:len(ids[1])]
+    assert "prompt 1 of 4" in e.value.__notes__[0] and empty(llm)
+    said = {}
+    with pytest.raises(Trouble):
+        for i, o in llm.stream(prompts, params):
+            said[i] = o
+    assert [said[i].outputs[0].token_ids for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)] and empty(llm)
+    with pytest.raises(Trouble) as e:
+        ask(llm, ["a!", "b"], SamplingParams(n=3, seed=1, max_tokens=10))  # siblings share a prompt
+    assert all(c.finish_reason for o in e.value.outputs for c in o.outputs) and len(e.value.outputs[1].outputs) == 3 and empty(llm)
+    llm.engine.run = run
+    assert [o.outputs[0].token_ids for o in ask(llm, prompts, params)] == expected
+
+
+def test_a_runner_that_always_fails_is_heard_of_soon():
+    llm, calls = tiny(), []
+    def fails(plan):
+        calls.append(plan)
+        raise Trouble
+    llm.engine.run = fails
+    with pytest.raises(Trouble):
+        ask(llm, ["a prompt"]*500)
+    assert len(calls) <= 64 and empty(llm)
 
 
 @pytest.mark.parametrize("where", ["schedule", "update"])

@@ -176,6 +176,14 @@ def test_fitting_finds_what_is_there():
     assert min(fit_cost([(x, s if x.n_seqs < 3 else s/2) for x, s in samples])) >= 0
 
 
+def test_what_happens_now_and_then_raises_no_price():
+    true, work = FittedCost(1e-3, 2e-5, 0.0, 3e-5, 1e-7, 1e-8), poisson(80, 8, (5, 300), (1, 40))
+    samples = load_samples(simulate(work, true, 1000, events=True, max_num_batched_tokens=300).events)
+    for odd in (lambda s: 1.5*s, lambda s: s + .01): # in every fourth step; squares would ask for an eighth more, or for 2.5 ms
+        found = fit_cost([(x, s if i % 4 else odd(s)) for i, (x, s) in enumerate(samples)])
+        assert all(found(x) == pytest.approx(true(x), rel=.02) for x, _ in samples)
+
+
 def test_samples_count_what_the_host_does_between_steps_but_no_idle_time():
     events = []
     def tell(t, name, **f): events.append((t, name, f))

@@ -80,6 +80,8 @@ def absent(
             names |= {a.name.split(".")[0] for a in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add((node.module or "").split(".")[0])
+    if "figure" in scan(source)[0]: # of pagedlm.draw
+        names.add("matplotlib")
     return names & ABSENT
 
 
@@ -207,14 +209,14 @@ def add_runtime(
     pages:dict,   # page name -> notebook
     package:Path, # the package's folder
     cache:Path,   # folder for what npm brings
-)->str:           # what was done, in a line
+)->tuple:         # how many cells run, and what was done in a line
     "Put Pyodide and the package into `run/`, and tell the pages that have something to run"
     chosen = {name: found for name, nb in pages.items() if (found := runnable(nb))}
     live = [p for p in site.rglob("*.html") if "data-live=" in p.read_text(encoding="utf-8")]
     if not chosen and not live:
-        return "nothing runs in the browser"
+        return 0, "nothing runs in the browser"
     if not shutil.which("npm"):
-        return "No npm here, so no cell runs in the reader's browser."
+        return 0, "No npm here, so no cell runs in the reader's browser."
     core, out = npm_package("pyodide", PYODIDE, cache), site/"run"
     folder = out/f"pyodide-{PYODIDE}"
     wheel = wheel_of(package, cache/"wheel")
@@ -242,7 +244,7 @@ def add_runtime(
                 f'<script type="module" src="{up}/run.js" data-run-page="{path.stem}"></script></body>')
         path.write_text(text.replace("</body>", tags), encoding="utf-8")
     n = sum("needs" in c for cells in chosen.values() for c in cells.values())
-    return f"{n} cells on {len(chosen)} pages run in the browser, and {len(live)} live figures: {size/1e6:.1f} MB, on demand"
+    return n, f"{n} cells on {len(chosen)} pages run in the browser, {len(live)} live figures: {size/1e6:.1f} MB, on demand"
 
 
 def check(

@@ -15,7 +15,7 @@ websocket = pytest.importorskip("websocket")
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT/"tests"))
 
-from test_server import FailsAt, Server, empty, tiny, wait_for
+from test_server import Around, Server, empty, tiny, wait_for
 
 from pagedlm.server import listen
 
@@ -23,7 +23,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium here")
 
 
-class Slow(FailsAt):
+class Slow(Around):
     "Steps at a pace that a reader can follow"
     def __call__(self, plan):
         time.sleep(.03)
@@ -32,7 +32,7 @@ class Slow(FailsAt):
 
 def slow(**kw):
     llm = tiny(**kw)
-    llm.engine.run = Slow(llm.engine.run, 0)
+    llm.engine.run = Slow(llm.engine.run)
     return llm
 
 

@@ -10,20 +10,22 @@ import pytest
 pytest.importorskip("openai")
 ROOT = Path(__file__).parent.parent.parent
 BUGS = {  # what is wrong: (module, a piece of its source, what to put there, tests of which one must fail)
-    "leaving is not aborting": ("async_engine", "            finally: self._forget(box)\n", "            finally: pass\n", "leaves"),
+    "leaving is not aborting": ("async_engine", "                self._forget(box)\n", "                pass\n", "leaves"),
     "a full queue takes more": ("async_engine", "self.taken + n > self.n", "False", "come_back"),
     "seats are never given back": ("async_engine", "with self._lock: self.taken -= n", "pass", "leaves"),
-    "a failed step is nobody's": (
-        "async_engine", "[r for r in running if not r.n_passed] or running or list(s.waiting)", "[]", "step_that_fails"),
-    "a message in the log": ("async_engine", "return type(error).__name__ +", "return repr(error) +", "step_that_fails"),
+    "a failed answer is nobody's": ("async_engine", "for box in {box for _, box in whose}: self._fail(box, StepFailed(name))", "pass", "cannot_be"),
+    "neighbours of a failed answer fail": ("engine", "elif group and len(ids) == 1:", "elif ids:", "harms_no_other"),
+    "an unreadable answer ends the engine": ("llm", "        except Exception as e: return e\n", "        finally: pass\n", "cannot_be_told"),
+    "a listener that raises is asked again": ("llm", "self._drop(listen, name, e)", "pass", "listener"),
+    "a message in the log": ("llm", "return type(error).__name__ +", "return repr(error) +", "cannot_be"),
     "who hangs up is not heard": (
         "server", 'while (await receive())["type"] != "http.disconnect": pass', "await asyncio.sleep(1e6)", "leaves"),
     "any host": ("server", "not in self.hosts", "in ()", "names_of"),
     "any key": ("server", "if not hmac.compare_digest(said, self.key.encode())", "if False", "keys"),
     "any form may be sent": ("server", 'if kind != "application/json"', "if False", "bodies"),
     "bodies of any size": ("server", "if n > most:", "if False:", "keys"),
-    "an error that comes late is lost": ("server", "except ApiError as e: yield event(e.body)", "except ApiError as e: pass", "step_that_fails"),
-    "a failure is called a mistake of the client's": ("server", "except StepFailed as e: raise failed(500,", "except StepFailed as e: raise failed(400,", "step_that_fails"),
+    "an error that comes late is lost": ("server", "except ApiError as e: yield event(e.body)", "except ApiError as e: pass", "cannot_be"),
+    "a failure is called a mistake of the client's": ("server", "except StepFailed as e: raise failed(500,", "except StepFailed as e: raise failed(400,", "cannot_be"),
     "an ended choice ends again": ("protocol", "if place in self._ended: continue", "pass", "several_answers"),
     "half a tool call is shown": ("protocol", "n_held(self.text, [OPEN])", "0", "tool_is_called"),
     "unknown fields are let through": ("protocol", 'extra="forbid"', 'extra="ignore"', "wrong"),

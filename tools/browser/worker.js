@@ -38,8 +38,9 @@ const ways = {
 };
 let queue = Promise.resolve(); // one after the other
 onmessage = ({data: m}) => { queue = queue.then(async () => {
+  let python;
+  try { python = await ready; } catch (e) { return postMessage({type: 'dead', text: e.message || String(e)}); }
   try {
-    const python = await ready;
     current = m.id;
     postMessage({id: m.id, type: 'done', value: await ways[m.what](python, m)});
   } catch (e) { postMessage({id: m.id, type: 'error', text: e.message || String(e)}); }

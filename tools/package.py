@@ -1,12 +1,15 @@
 """Build sdist and wheel into dist/, install the wheel alone, and use it away from the repository.
 
-python tools/wheel.py
+python tools/package.py
 """
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
+from gzip import GzipFile
+from io import BytesIO
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -37,11 +40,38 @@ def call(
     return done.stdout.strip()
 
 
-def build()->Path:
-    "The sdist, and from it the wheel: what the sdist forgets, the wheel lacks"
-    shutil.rmtree(ROOT/"dist", ignore_errors=True)
-    call(sys.executable, "-m", "build", "--outdir", ROOT/"dist", ROOT)
-    return next((ROOT/"dist").glob("*.whl"))
+def settled(
+    sdist:Path, # made by setuptools: with today's times, this user's name
+    epoch:int,  # seconds
+):
+    "Write an sdist anew so that the same files give the same bytes"
+    with tarfile.open(sdist) as tar:
+        parts = sorted(((m, tar.extractfile(m)) for m in tar), key=lambda part: part[0].name)
+        parts = [(m, f and f.read()) for m, f in parts]
+    with open(sdist, "wb") as raw, GzipFile("", "wb", fileobj=raw, mtime=epoch) as packed, \
+         tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for m, data in parts:
+            m.mtime, m.uid, m.gid, m.uname, m.gname, m.pax_headers = epoch, 0, 0, "", "", {}
+            m.mode = 0o755 if m.isdir() or m.mode & 0o100 else 0o644
+            tar.addfile(m, data and BytesIO(data))
+
+
+def build(
+    source:Path, # a tree of the repository
+    out:Path,    # folder for the two files, made anew
+    epoch:int,   # the time that the files in them get, seconds
+)->tuple:        # sdist, wheel
+    "The sdist, and from it the wheel: what the sdist forgets, the wheel lacks. The same files give the same bytes"
+    shutil.rmtree(out, ignore_errors=True)
+    env = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch), "PIP_CONSTRAINT": str(ROOT/"constraints.txt")}
+    call(sys.executable, "-m", "build", "--sdist", "--outdir", out, source, env=env)
+    sdist = next(out.glob("*.tar.gz"))
+    settled(sdist, epoch)
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(sdist) as tar:
+            tar.extractall(folder, filter="data")
+        call(sys.executable, "-m", "build", "--wheel", "--outdir", out, next(Path(folder).iterdir()), env=env)
+    return sdist, next(out.glob("*.whl"))
 
 
 def try_bare(
@@ -73,7 +103,7 @@ def try_whole(
 
 def main():
     "Build, then try the wheel bare and whole"
-    wheel = build()
+    _, wheel = build(ROOT, ROOT/"dist", epoch=315532800) # 1980, the first time a zip file can tell
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     with tempfile.TemporaryDirectory() as folder:
         try_bare(wheel, Path(folder), env)

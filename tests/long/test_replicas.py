@@ -1,0 +1,140 @@
+"Replicas of the default model, and deaths that take longer: minutes. `make long` runs it"
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyarrow")
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT/"tests"))
+
+from test_cluster import PROMPTS, options, ray, said, settle, with_ray  # `ray` is a fixture
+
+from pagedlm import LLM, SamplingParams
+from pagedlm.bench import find_work
+from pagedlm.cluster import Call, Cluster, PrefixAware, ReplicaDied, read_rows
+
+pytestmark = with_ray
+
+
+def test_mix32_on_the_default_model_and_a_replica_dies(ray):
+    "As one engine says it; in this precision a token may differ where two are nearly as likely, so such answers are counted"
+    work = find_work("mix32", 49152)
+    prompts, params = [r["prompt"] for r in work], [SamplingParams(temperature=0, max_tokens=r["n"], ignore_eos=True) for r in work]
+    want = [o.outputs[0].token_ids for o in LLM(enforce_eager=True, dtype="float32", max_model_len=1024).generate(prompts, params, use_tqdm=False)]
+    with Cluster(enforce_eager=True, dtype="float32", max_model_len=1024) as two:
+        for kill in False, True:
+            heard, found, pid = Counter(), {}, settle(two).fleet.places[0].pid
+            start = time.monotonic()
+            for i, out in Call(two.fleet, two._take(prompts, params, None, quiet=True), 16).run():
+                heard[i] += 1
+                found[i] = out.outputs[0].token_ids
+                if kill and len(found) == 10: os.kill(pid, signal.SIGKILL)
+            print(f"\nmix32 on two replicas{', one killed' * kill}: {time.monotonic() - start:.0f} s")
+            assert heard == dict.fromkeys(range(32), 1)
+            wrong = [i for i in range(32) if found[i] != want[i]]
+            assert not wrong, f"{len(wrong)} of 32 answers differ"
+
+
+class Poison:
+    def new_req_logits_processor(self, params):
+        def act(prompt, answer, logits):
+            if prompt[0] == 7: os.kill(os.getpid(), signal.SIGKILL)
+            return logits
+        return act
+
+
+def test_poison_costs_three_replicas_and_nobody_elses_answer(ray):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    prompts, params = [*PROMPTS[:12], [7, 7, 7], *PROMPTS[12:20]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    want = said(LLM(**options()).generate(PROMPTS[:20], params, use_tqdm=False))
+    class Counting(PrefixAware):
+        n_forgotten = 0
+        def forget(self, replica): self.n_forgotten += 1
+    with Cluster(**options() | dict(logits_processors=[Poison]), router=Counting(400)) as two:
+        with pytest.raises(ReplicaDied, match="prompt 12: 3 replicas died while they computed it") as e:
+            two.generate(prompts, params, use_tqdm=False)
+        assert e.value.answers[12] is None and two.fleet.router.n_forgotten == 3
+        assert said(a for a in e.value.answers if a) == want
+        assert said(two.generate(PROMPTS[:20], params, use_tqdm=False)) == want
+
+
+HEAD = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(ROOT/"tests")!r})
+from pathlib import Path
+import test_cluster as t
+from pagedlm import SamplingParams
+from pagedlm.cluster import *
+"""
+CTRL_C = HEAD + """
+with Cluster(**t.options() | dict(logits_processors=None)) as two:
+    print("up", flush=True)
+    try:
+        while True: two.generate(t.PROMPTS, t.GREEDY, use_tqdm=False)
+    except KeyboardInterrupt: pass
+    t.settle(two)
+    print(len(two.generate(t.PROMPTS, t.GREEDY, use_tqdm=False)), *[p.pid for p in two.fleet.places], flush=True)
+"""
+ROWS = HEAD + """
+rows = [dict(id=i, prompt=p) for i, p in enumerate(t.PROMPTS)]
+found = answer_rows(rows, sys.argv[1], SamplingParams(max_tokens=int(sys.argv[2]), ignore_eos=True), batch_size=2,
+                    **t.options() | dict(logits_processors=None))
+print(len(found), all(r["outputs"] for r in found))
+"""
+
+
+def process(code, *args):
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
+
+
+def of_session(p):
+    "Processes that this one started, directly or not"
+    table = subprocess.run(["ps", "-eo", "pid=,sid=,ppid=,args="], capture_output=True, text=True).stdout.splitlines()
+    rows = [line.split(None, 3) for line in table]
+    family = {str(p.pid)}
+    while more := {pid for pid, sid, parent, _ in rows if (parent in family or sid in family) and pid not in family}:
+        family |= more
+    return family - {str(p.pid)}
+
+
+def gone(pids, seconds=60):
+    end = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end, "somebody is left"
+        time.sleep(.1)
+    return True
+
+
+def test_ctrl_c_in_a_terminal_hits_the_call_and_not_the_replicas():
+    "Which sends it to the whole group of processes"
+    p = process(CTRL_C)
+    assert p.stdout.readline() == "up\n"
+    time.sleep(1)
+    family = of_session(p)
+    os.killpg(p.pid, signal.SIGINT)
+    n, *pids = p.stdout.read().split()
+    assert n == "32" and p.wait(60) == 0 and set(pids) <= family and gone(family)
+
+
+def test_rows_survive_the_death_of_everything(tmp_path):
+    p = process(ROWS, tmp_path/"answers", 100)
+    while len(list((tmp_path/"answers").glob("*.jsonl"))) < 3: time.sleep(.005)
+    family = of_session(p)
+    os.kill(p.pid, signal.SIGKILL)
+    assert gone(family)
+    first = {path.name: path.read_text() for path in (tmp_path/"answers").glob("*.jsonl")}
+    n_first = len(read_rows(tmp_path/"answers"))
+    assert 0 < n_first < 32
+    out, _ = process(ROWS, tmp_path/"answers", 100).communicate(timeout=300)
+    assert out == "32 True\n"
+    files = {path.name: path.read_text() for path in (tmp_path/"answers").glob("*.jsonl")}
+    assert {name: files[name] for name in first} == first
+    assert sorted(json.loads(line)["id"] for text in files.values() for line in text.splitlines()) == list(range(32))
