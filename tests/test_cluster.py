@@ -18,7 +18,7 @@ from pagedlm.async_engine import QueueFull, ShuttingDown, StepFailed
 from pagedlm.bench import make_work
 from pagedlm.blocks import BlockManager, BlockPool
 from pagedlm.cluster import (
-    Answerer, Call, Cluster, PrefixAware, ReplicaDied, RoundRobin, answer_rows, keys_of, local_ray, read_rows, share_of, write_rows)
+    Answerer, Call, Cluster, PrefixAware, ReplicaDied, RoundRobin, keys_of, local_ray, read_rows, share_of, write_rows)
 from pagedlm.core import RequestOutputKind
 from pagedlm.engine import Engine
 from pagedlm.model import tiny_config, tiny_model
@@ -524,30 +524,3 @@ def test_closing(two):
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and sys.platform == "linux":
         assert time.monotonic() < end
         time.sleep(.02)
-
-
-@with_ray
-def test_rows_are_answered_once_whatever_happens(ray, tmp_path):
-    "Ctrl-C in the first run; in the second, the actor dies in the middle of a batch"
-    kw, batches = options(), tmp_path/"answers"
-    ask = SamplingParams(max_tokens=30, ignore_eos=True, extra_args=dict(pause=.002, kill_at=20, once=str(tmp_path/"killed")))
-    rows = [dict(id=i, prompt=p) for i, p in enumerate(PROMPTS[:15])] + [dict(id=15, prompt=[258])]
-    (tmp_path/"killed").touch()  # not in the first run
-    def ctrl_c():
-        while not list(batches.glob("*.jsonl")): time.sleep(.005)
-        os.kill(os.getpid(), signal.SIGINT)
-    Thread(target=ctrl_c).start()
-    with pytest.raises(KeyboardInterrupt): answer_rows(rows, batches, ask, replicas=1, batch_size=2, **kw)
-    first = read_rows(batches)
-    assert 0 < len(first) < 16
-    (tmp_path/"killed").unlink()
-    found = answer_rows(rows, batches, ask, replicas=1, batch_size=2, **kw)
-    assert (tmp_path/"killed").exists() and [r["id"] for r in found] == list(range(16))
-    assert sum(len(path.read_text().splitlines()) for path in batches.glob("*.jsonl")) == 16
-    assert {i: found[i] for i in first} == first and "258 is outside the vocabulary" in found[15]["error"]
-    again = Answerer(tmp_path/"again", ask, kw)  # in other batches, the same answers
-    (tmp_path/"again").mkdir()
-    import numpy as np
-    again(dict(id=np.array([7, 3]), prompt=np.array([PROMPTS[7], PROMPTS[3]], dtype=object)))
-    assert read_rows(tmp_path/"again") == {i: found[i] for i in (7, 3)}
-    with pytest.raises(ValueError, match="was begun with sampling_params"): answer_rows(rows, batches, SamplingParams(), **kw)

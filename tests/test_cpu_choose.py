@@ -131,6 +131,24 @@ def test_a_vocabulary_of_fifty_thousand(scale):
         assert (a.id, a.rank, a.top_ids) == (b.id, b.rank, b.top_ids) and np.allclose(a.top_logprobs, b.top_logprobs, atol=1e-5)
 
 
+def filtered(module, seed, team=TEAM):
+    "Do both stages draw the same of 256 short, flat rows, where the last that a filter keeps is drawn often?"
+    rng, V = random.Random(seed), 64
+    hows = [dict(temperature=rng.choice([1, 3]), top_k=rng.choice([0, 1, 2, 3, 5, 9, 17, 40]), top_p=rng.choice([1, .97, .8, .5, .2]),
+                 min_p=rng.choice([0, 0, .05, .2, .5])) for _ in range(256)]
+    admits = [admit(i, [1], seed=rng.getrandbits(62), **how) for i, how in enumerate(hows)]
+    x = torch.randn(256, V, generator=torch.Generator().manual_seed(seed))
+    got = []
+    for c in chooser(256, V, module, team), Chooser(256, V, 64):
+        c.learn(Plan(admits, [], []))
+        got.append(step(c, x, admits)[0])
+    return got[0] == got[1]
+
+
+def test_filters_on_top_of_each_other():
+    assert all(filtered(cpu_choose, seed) for seed in range(8))
+
+
 def test_equal_ones_go_by_id():
     "Of equal logits the lowest id: greedy, top_k, and the likeliest that are told"
     x = torch.zeros(4, 3000)
@@ -222,6 +240,8 @@ BUGS = {  # what is wrong: (a piece of the source, what to put there)
     "equal ones in any order": ("return a.b.or_(a.b.shl(n, a.num(32)), i)", "return a.b.or_(a.b.shl(n, a.num(32)), a.b.xor(i, a.num(7)))"),
     "the one that crosses the limit goes": ("if n_high >= k or mass >= need: break\n        last = i64_at(keys + i*8)\n",
                                             "if n_high >= k or mass >= need: break\n        if mass + f32_at(e + (i64_at(keys + i*8) & 0xffffffff)*4) >= need: break\n        last = i64_at(keys + i*8)\n"),
+    "one more than k": ("if count < k and m < need: high", "if count <= k and m < need: high"),
+    "top_p of all, not of the k": ("k, p*SLACK*held)", "k, p*SLACK*mass_of(y, s.n, np.float32(0)))"),
     "a rival is missed": ("2.**-31*(1 - 2.**-20)", "2.**-31*1.5"),
     "the noise of the neighbour": ("a.mul(a.plus(id, 1), _int64(_STEP))", "a.mul(a.plus(id, 2), _int64(_STEP))"),
     "the position does not matter": ("_int64(_STEP))), position))", "_int64(_STEP))), seed))"),
@@ -245,10 +265,11 @@ def notices(module):
     x = torch.zeros(1, 40)
     x[0, 3] = math.nan
     if int(module.CpuChooser(1, 40, Team(1))(x, [0], ([1.], [0], [1.], [0.], [0], [0]), {}, [], torch.zeros(0, 3, dtype=torch.int64))[0]) >= 0: return True
+    if not all(filtered(module, seed, Team(1)) for seed in range(8)): return True
     return any(differences(module, seed, team=Team(1)) for seed in range(60))
 
 
-@pytest.mark.parametrize("bug", ["equal ones in any order", "the one that crosses the limit goes"])
+@pytest.mark.parametrize("bug", ["equal ones in any order", "one more than k"])
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     check_noticed(notices, cpu_choose, *BUGS[bug], tmp_path/"mutant.py")
 

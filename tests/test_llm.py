@@ -480,6 +480,8 @@ def test_thousands_of_prompts_leave_nothing_behind():
     for _ in range(10):
         some(300)
     after = sizes(llm)
-    bounded = {"llm.engine.scheduler.manager.pool.named": 39, "llm.engine.run.chooser.wishes": 32}  # blocks; rows that left last
+    run, rows = "llm.engine.run.chooser", 32  # what rows that left last have left behind goes when others come, or with the next plan
+    bounded = {"llm.engine.scheduler.manager.pool.named": 39, "llm.engine.scheduler.rows._gone": rows, f"{run}.wishes": rows,
+               f"{run}.wishes[].stops": 2*rows, f"{run}.wishes[].params.stop_token_ids": rows, f"{run}.quick.kept[]": 4*rows}
     assert all(n == before[where] or n <= bounded.get(where, 0) for where, n in after.items()) and empty(llm)
     assert len(before) > 30

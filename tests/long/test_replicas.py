@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -18,7 +19,7 @@ from test_cluster import PROMPTS, options, ray, said, settle, with_ray  # `ray` 
 
 from pagedlm import LLM, SamplingParams
 from pagedlm.bench import find_work
-from pagedlm.cluster import Call, Cluster, PrefixAware, ReplicaDied, read_rows
+from pagedlm.cluster import Answerer, Call, Cluster, PrefixAware, ReplicaDied, answer_rows, read_rows
 
 pytestmark = with_ray
 
@@ -69,6 +70,7 @@ HEAD = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(ROOT/"tests")!r})
 from pathlib import Path
+from threading import Thread
 import test_cluster as t
 from pagedlm import SamplingParams
 from pagedlm.cluster import *
@@ -138,3 +140,29 @@ def test_rows_survive_the_death_of_everything(tmp_path):
     files = {path.name: path.read_text() for path in (tmp_path/"answers").glob("*.jsonl")}
     assert {name: files[name] for name in first} == first
     assert sorted(json.loads(line)["id"] for text in files.values() for line in text.splitlines()) == list(range(32))
+
+
+def test_rows_are_answered_once_whatever_happens(ray, tmp_path):
+    "Ctrl-C in the first run; in the second, the actor dies in the middle of a batch"
+    kw, batches = options(), tmp_path/"answers"
+    ask = SamplingParams(max_tokens=30, ignore_eos=True, extra_args=dict(pause=.002, kill_at=20, once=str(tmp_path/"killed")))
+    rows = [dict(id=i, prompt=p) for i, p in enumerate(PROMPTS[:15])] + [dict(id=15, prompt=[258])]
+    (tmp_path/"killed").touch()  # not in the first run
+    def ctrl_c():
+        while not list(batches.glob("*.jsonl")): time.sleep(.005)
+        os.kill(os.getpid(), signal.SIGINT)
+    Thread(target=ctrl_c).start()
+    with pytest.raises(KeyboardInterrupt): answer_rows(rows, batches, ask, replicas=1, batch_size=2, **kw)
+    first = read_rows(batches)
+    assert 0 < len(first) < 16
+    (tmp_path/"killed").unlink()
+    found = answer_rows(rows, batches, ask, replicas=1, batch_size=2, **kw)
+    assert (tmp_path/"killed").exists() and [r["id"] for r in found] == list(range(16))
+    assert sum(len(path.read_text().splitlines()) for path in batches.glob("*.jsonl")) == 16
+    assert {i: found[i] for i in first} == first and "258 is outside the vocabulary" in found[15]["error"]
+    again = Answerer(tmp_path/"again", ask, kw)  # in other batches, the same answers
+    (tmp_path/"again").mkdir()
+    import numpy as np
+    again(dict(id=np.array([7, 3]), prompt=np.array([PROMPTS[7], PROMPTS[3]], dtype=object)))
+    assert read_rows(tmp_path/"again") == {i: found[i] for i in (7, 3)}
+    with pytest.raises(ValueError, match="was begun with sampling_params"): answer_rows(rows, batches, SamplingParams(), **kw)
