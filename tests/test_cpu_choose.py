@@ -192,6 +192,22 @@ def test_bans_that_leave_nothing_give_way():
         assert got == [[3], [3]]
 
 
+def begun_in_the_prompt(module, team=TEAM):
+    "Ids after a prompt of 1 2, then after 1 2 2, where 3 is likeliest and 2 3 is a bad word: only the answer counts"
+    got, x = [], torch.zeros(1, 5)
+    x[0, 3] = 1
+    for said in [1, 2], [1, 2, 2]:
+        admits = [admit(0, said, 2, words=[[2, 3]])]
+        for c in chooser(1, 5, module, team), Chooser(1, 5, 64):
+            c.learn(Plan(admits, [], []))
+            got += step(c, x, admits)[0]
+    return got
+
+
+def test_a_bad_word_begins_in_the_answer():
+    assert begun_in_the_prompt(cpu_choose) == [3, 3, 0, 0]
+
+
 @pytest.mark.parametrize("how, says", [(dict(logit_bias={97: 1.0}), "token id 97, but the vocabulary has 97"), (dict(words=[[3, 97]]), "token id 97"), (dict(words=[[-1]]), "token id -1")])
 def test_no_id_reaches_outside_of_a_row(how, says):
     with pytest.raises(ValueError, match=says): chooser(1, 97).learn(Plan([admit(0, [1], **how)], [], []))
@@ -265,6 +281,7 @@ def notices(module):
     x = torch.zeros(1, 40)
     x[0, 3] = math.nan
     if int(module.CpuChooser(1, 40, Team(1))(x, [0], ([1.], [0], [1.], [0.], [0], [0]), {}, [], torch.zeros(0, 3, dtype=torch.int64))[0]) >= 0: return True
+    if begun_in_the_prompt(module, Team(1)) != [3, 3, 0, 0]: return True
     if not all(filtered(module, seed, Team(1)) for seed in range(8)): return True
     return any(differences(module, seed, team=Team(1)) for seed in range(60))
 
