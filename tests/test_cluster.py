@@ -14,7 +14,7 @@ import pytest
 from common import check_noticed, said_by
 
 from pagedlm import LLM, SamplingParams, cluster
-from pagedlm.async_engine import QueueFull, ShuttingDown, StepFailed
+from pagedlm.async_engine import ShuttingDown, StepFailed
 from pagedlm.bench import make_work
 from pagedlm.blocks import BlockManager, BlockPool
 from pagedlm.cluster import (
@@ -404,7 +404,12 @@ def test_a_poisoned_row_is_given_up_and_the_others_are_answered(tmp_path):
 
 @pytest.fixture(scope="module")
 def ray():
-    ray, mine = cluster.find_ray() if os.environ.get("RAY_ADDRESS") else (local_ray(2), True)
+    for last in False, False, True:  # a machine that is busy may be too slow for Ray's own limits
+        try: ray, _ = cluster.find_ray() if os.environ.get("RAY_ADDRESS") else (local_ray(2), True)
+        except Exception:
+            if last: raise
+            cluster.load_ray().shutdown()
+        else: break
     assert ray.util.get_node_ip_address() == "127.0.0.1", "somebody from outside may reach it"
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find this file
     yield ray
@@ -448,47 +453,6 @@ def test_two_replicas_answer_as_one_engine(two, alone):
         parts = lambda pairs: {i: "".join(o.outputs[0].text for j, o in pairs if j == i) for i, _ in pairs}
         read = parts if kind is RequestOutputKind.DELTA else last
         assert read(list(two.stream(PROMPTS[:5], params))) == read(list(alone.stream(PROMPTS[:5], params)))
-
-
-@with_ray
-def test_what_it_is_not_asked_in_vain(two, alone):
-    settle(two).desk.texts._n_added = alone.texts._n_added  # the numbers in the messages
-    for prompts, params in (([], None), ([[1], [258]], None), (["a", "x"*400], None), ({"tex": "a"}, None), ("a", SamplingParams(logprobs=21)),
-                            (["a"], [SamplingParams()]*2), ("a", "b"), ("a", SamplingParams(stop_token_ids=[999]))):
-        why = []
-        for x in alone, two:
-            with pytest.raises(ValueError) as e: x.generate(prompts, params, use_tqdm=False)
-            why.append(str(e.value))
-        assert why[0] == why[1]
-    with pytest.raises(ValueError, match="policy does not look at it"): two.generate("a", priority=1)
-    with pytest.raises(ValueError, match="17 answers at once, but at most 16 are possible"): two.generate("a", SamplingParams(n=17))
-    with pytest.raises(ValueError, match="router='best', but there is only prefix"): Cluster(router="best")
-    with pytest.raises(ValueError, match="replicas=0, but it must be at least 1"): Cluster(replicas=0)
-    settle(two)
-
-
-@with_ray
-def test_leaving_and_ctrl_c_reach_the_replicas(two, alone):
-    slow = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, extra_args=dict(pause=.01))
-    for n, _ in enumerate(two.stream(["a", "b", "c"], slow)):
-        if n == 5: break
-    settle(two)
-    Thread(target=lambda: (time.sleep(.3), os.kill(os.getpid(), signal.SIGINT))).start()
-    with pytest.raises(KeyboardInterrupt): two.generate(["a", "b", "c"], slow, use_tqdm=False)
-    settle(two)
-    assert said(two.generate(PROMPTS[:4], GREEDY[:4], use_tqdm=False)) == said(alone.generate(PROMPTS[:4], GREEDY[:4], use_tqdm=False))
-
-
-@with_ray
-def test_when_all_are_full(two):
-    slow, heard = SamplingParams(max_tokens=30, ignore_eos=True, extra_args=dict(pause=.002)), []
-    crowd = Thread(target=lambda: heard.append(two.generate(["a"]*48, slow, use_tqdm=False)))  # 32 rows: 16 wait in their own call
-    crowd.start()
-    while sum(p.load for p in two.fleet.places) < 32: time.sleep(.005)
-    with pytest.raises(QueueFull, match="every replica has 16 requests"): two.generate("b", use_tqdm=False)
-    crowd.join()
-    assert all(o.finished for o in heard[0])
-    settle(two)
 
 
 @with_ray

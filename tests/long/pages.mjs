@@ -12,7 +12,6 @@ async function open(options = {}) { // a page, and what it asked for and complai
   const seen = {asked: [], errors: []};
   page.on('request', r => seen.asked.push(r.url()));
   page.on('pageerror', e => seen.errors.push(String(e)));
-  page.on('console', m => { if (m.type() === 'error') seen.errors.push(m.text()); });
   return [page, seen];
 }
 const go = (page, name) => page.goto(`${site}/${name}.html`);
@@ -30,7 +29,7 @@ const tasks = {
   // every page, wide and phone, light and dark: axe, overflow, errors, other hosts, time to load
   async look() {
     const source = readFileSync(axe, 'utf8');
-    const one = async (width, colorScheme, rules) => {
+    const one = async (width, colorScheme, context, rules = {}) => {
       const [page, seen] = await open({viewport: {width, height: 900}, colorScheme}), found = [];
       for (const name of names) {
         let ms = 1e9;
@@ -39,19 +38,23 @@ const tasks = {
           ms = Math.min(ms, await page.evaluate(() => performance.getEntriesByType('navigation')[0].loadEventEnd));
         }
         await page.evaluate(source);
-        const r = await page.evaluate(async rules => ({
-          over: document.documentElement.scrollWidth - innerWidth,
-          raw: [...document.querySelectorAll('main p, main li, main td')].map(e => e.innerText).filter(t => /\*\*\w|\]\(|^#\||:::/.test(t)),
-          axe: (await axe.run(document, {resultTypes: ['violations'], ...rules})).violations.map(v => `${v.id}: ${v.nodes.slice(0, 3).map(n => n.html.slice(0, 120)).join(' … ')}`),
-        }), rules);
+        const r = await page.evaluate(async ([context, rules]) => {
+          const said = e => { const copy = e.cloneNode(true); copy.querySelectorAll('code, pre, .katex').forEach(c => c.remove()); return copy.textContent; };
+          return {
+            over: document.documentElement.scrollWidth - innerWidth,
+            raw: [...document.querySelectorAll('main p, main li, main td')].map(said).filter(t => /\*\*\w|\]\(|^#\||:::/.test(t)),
+            axe: (await axe.run(context, {resultTypes: ['violations'], preload: false, ...rules})).violations
+              .map(v => `${v.id}: ${v.nodes.slice(0, 3).map(n => n.html.slice(0, 120)).join(' … ')}`),
+          };
+        }, [context, rules]);
         found.push({name, width, colorScheme, ms, ...r, elsewhere: elsewhere(seen), python: python(seen), errors: seen.errors});
         seen.asked = []; seen.errors = [];
       }
       return found;
     };
-    const colours = {runOnly: ['color-contrast']}; // all that the other scheme changes
-    return [...await Promise.all([one(1280, 'light', {}), one(1280, 'dark', colours)]),
-            ...await Promise.all([one(390, 'dark', {}), one(390, 'light', colours)])].flat();
+    const all = {include: [['html']]}, words = {...all, exclude: [['main pre']]}; // code takes most of the time, and is the same there
+    return [...await Promise.all([one(1280, 'light', all), one(1280, 'dark', all, {runOnly: ['color-contrast']})]),
+            ...await Promise.all([one(390, 'light', words), one(390, 'dark', words)])].flat();
   },
   // cells: nothing before a click; a result, an edit, an error, a stop; a reload; a second page
   async run() {

@@ -15,9 +15,10 @@ pytest.importorskip("pyarrow")
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT/"tests"))
 
-from test_cluster import PROMPTS, options, ray, said, settle, with_ray  # `ray` is a fixture
+from test_cluster import GREEDY, PROMPTS, alone, options, ray, said, settle, two, with_ray  # `alone`, `ray` and `two` are fixtures
 
 from pagedlm import LLM, SamplingParams
+from pagedlm.async_engine import QueueFull
 from pagedlm.bench import find_work
 from pagedlm.cluster import Answerer, Call, Cluster, PrefixAware, ReplicaDied, answer_rows, read_rows
 
@@ -166,3 +167,41 @@ def test_rows_are_answered_once_whatever_happens(ray, tmp_path):
     again(dict(id=np.array([7, 3]), prompt=np.array([PROMPTS[7], PROMPTS[3]], dtype=object)))
     assert read_rows(tmp_path/"again") == {i: found[i] for i in (7, 3)}
     with pytest.raises(ValueError, match="was begun with sampling_params"): answer_rows(rows, batches, SamplingParams(), **kw)
+
+
+def test_what_it_is_not_asked_in_vain(two, alone):
+    settle(two).desk.texts._n_added = alone.texts._n_added  # the numbers in the messages
+    for prompts, params in (([], None), ([[1], [258]], None), (["a", "x"*400], None), ({"tex": "a"}, None), ("a", SamplingParams(logprobs=21)),
+                            (["a"], [SamplingParams()]*2), ("a", "b"), ("a", SamplingParams(stop_token_ids=[999]))):
+        why = []
+        for x in alone, two:
+            with pytest.raises(ValueError) as e: x.generate(prompts, params, use_tqdm=False)
+            why.append(str(e.value))
+        assert why[0] == why[1]
+    with pytest.raises(ValueError, match="policy does not look at it"): two.generate("a", priority=1)
+    with pytest.raises(ValueError, match="17 answers at once, but at most 16 are possible"): two.generate("a", SamplingParams(n=17))
+    with pytest.raises(ValueError, match="router='best', but there is only prefix"): Cluster(router="best")
+    with pytest.raises(ValueError, match="replicas=0, but it must be at least 1"): Cluster(replicas=0)
+    settle(two)
+
+
+def test_leaving_and_ctrl_c_reach_the_replicas(two, alone):
+    slow = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, extra_args=dict(pause=.01))
+    for n, _ in enumerate(two.stream(["a", "b", "c"], slow)):
+        if n == 5: break
+    settle(two)
+    Thread(target=lambda: (time.sleep(.3), os.kill(os.getpid(), signal.SIGINT))).start()
+    with pytest.raises(KeyboardInterrupt): two.generate(["a", "b", "c"], slow, use_tqdm=False)
+    settle(two)
+    assert said(two.generate(PROMPTS[:4], GREEDY[:4], use_tqdm=False)) == said(alone.generate(PROMPTS[:4], GREEDY[:4], use_tqdm=False))
+
+
+def test_when_all_are_full(two):
+    slow, heard = SamplingParams(max_tokens=30, ignore_eos=True, extra_args=dict(pause=.002)), []
+    crowd = Thread(target=lambda: heard.append(two.generate(["a"]*48, slow, use_tqdm=False)))  # 32 rows: 16 wait in their own call
+    crowd.start()
+    while sum(p.load for p in two.fleet.places) < 32: time.sleep(.005)
+    with pytest.raises(QueueFull, match="every replica has 16 requests"): two.generate("b", use_tqdm=False)
+    crowd.join()
+    assert all(o.finished for o in heard[0])
+    settle(two)
