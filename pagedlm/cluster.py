@@ -89,7 +89,7 @@ routers = dict(prefix=PrefixAware, least_loaded=LeastLoaded, round_robin=RoundRo
 
 # %% ../nbs/44_cluster.ipynb #7e21caa8
 _LOCAL = dict(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", # Ray's switch, on any system: listen on 127.0.0.1 only
-              RAY_USAGE_STATS_ENABLED="0")
+              RAY_USAGE_STATS_ENABLED="0", RAY_TQDM_PATCH_PRINT="0") # Python's `print` stays what it is
 
 def load_ray():
     "Ray, or how to get it"

@@ -172,7 +172,8 @@ def soak(seconds, pace=.15, longest=120):
         left = max(2, (seconds - time.monotonic() + start)/(n - i) - 5)  # it takes a while to start and to end
         counts, more = one_round(left, pace, right, i)
         done, grown = done + counts, max(grown, more)
-    assert grown < 48e6, f"{grown/1e6:.0f} MB more in half a round"
+    if seconds >= 300:  # in a short round, half of what grows is what is loaded for the first time
+        assert grown < 48e6, f"{grown/1e6:.0f} MB more in half a round"
     return dict(done), grown
 
 

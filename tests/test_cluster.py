@@ -411,6 +411,7 @@ def ray():
             cluster.load_ray().shutdown()
         else: break
     assert ray.util.get_node_ip_address() == "127.0.0.1", "somebody from outside may reach it"
+    assert type(print) is type(len), "Ray has put its own `print` in place of Python's"
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find this file
     yield ray
     ray.shutdown()
