@@ -42,7 +42,7 @@ const tasks = {
           const said = e => { const copy = e.cloneNode(true); copy.querySelectorAll('code, pre, .katex').forEach(c => c.remove()); return copy.textContent; };
           return {
             over: document.documentElement.scrollWidth - innerWidth,
-            raw: [...document.querySelectorAll('main p, main li, main td')].map(said).filter(t => /\*\*\w|\]\(|^#\||:::/.test(t)),
+            raw: [...document.querySelectorAll('main p, main li, main td')].map(said).filter(t => /\*\*\w[^*]*\*\*|\]\(|^#\||:::/.test(t)),
             axe: (await axe.run(context, {resultTypes: ['violations'], preload: false, ...rules})).violations
               .map(v => `${v.id}: ${v.nodes.slice(0, 3).map(n => n.html.slice(0, 120)).join(' … ')}`),
           };
