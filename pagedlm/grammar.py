@@ -227,7 +227,7 @@ class Matcher:
         self.failed(why + f", after {self.n_read} tokens"*(self.n_read > 0))
         return self.closing
 
-# %% ../nbs/26_grammar.ipynb #f096c660
+# %% ../nbs/26_grammar.ipynb #94775077
 STACK_BYTES, MAX_SECONDS = 2**29, 4.0 # of address space, not of memory
 _stacks = Lock()
 
@@ -239,6 +239,7 @@ def in_a_deep_thread(
     box = []
     def run():
         try: box.append((f(), None))
+        except ValueError as e: box.append((None, e.with_traceback(None))) # its frames hold all that `f` made
         except BaseException as e: box.append((None, e))
     with _stacks: # the size counts for all threads that start now
         before = stack_size(STACK_BYTES)

@@ -1,10 +1,12 @@
 "Answers of a given form: each kind, in each situation, on each runner; random forms on random models; what is refused, and how long that takes"
+import gc
 import json
 import random
 import re
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import jsonschema
@@ -444,3 +446,18 @@ def is_wrong(module):
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_are_noticed(bug, tmp_path):
     assert not is_wrong(grammar) and is_wrong(mutant(grammar, *PLANTED[bug], tmp_path/"planted.py"))
+
+
+def test_what_a_refused_grammar_held_is_let_go():
+    "Without waiting for Python to look for cycles: one of a few hundred bytes may hold a hundred megabytes"
+    class Big: pass
+    held = []
+    def compile():
+        big = Big()
+        held.append(weakref.ref(big))
+        raise ValueError("no")
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="no"): grammar.in_a_deep_thread(compile)
+        assert held[0]() is None
+    finally: gc.enable()

@@ -31,7 +31,7 @@ def games(n, rnd):
 def test_random_engines():
     total = games(150, Random("windows"))
     print(dict(total))
-    assert total["preempt"] > 30 and total["share"] > 80 and total["longer than the pool"] > 20
+    assert total["preempt"] > 40 and total["share"] > 80 and total["longer than the pool"] > 20
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
