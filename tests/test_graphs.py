@@ -17,7 +17,7 @@ from pagedlm.paged import TorchBackend
 from pagedlm.request import Admit, Plan, Work
 from pagedlm.runner import Direct, Pinned, Runner, largest_plan, pack, unpack
 
-N_ENGINES = 24
+N_ENGINES = 30
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,7 +68,7 @@ def test_replayed_engines_equal_naive(dtype):
     model, rnd, total = model_of(dtype, 2, 16), Random(f"{dtype}"), Counter()
     for i in range(N_ENGINES):
         block_size = rnd.randint(1, 6)
-        shape = dict(block_size=block_size, n_blocks=1 + cdiv(rnd.randint(8, 48), block_size), ahead=rnd.choice([0, 1, 1, 2]),
+        shape = dict(block_size=block_size, n_blocks=1 + cdiv(rnd.randint(8, 32), block_size), ahead=rnd.choice([0, 1, 1, 2]),
                      sizes=rnd.choice([None, [1, 2, 3, 4, 5, 6], [8], [2, 5], [1]]), wire=rnd.choice([Direct, Late, pinned]))
         policy = dict(policy=random_policy(rnd)) if i % 2 else {}
         world = random_world(rnd, kind=partial(Replayed, model), **shape, **policy)

@@ -15,7 +15,7 @@ from pagedlm.runner import Runner
 from pagedlm.sampling import generate_naive
 
 MODELS = list(product([torch.float32, torch.float64], [4, 2, 1], [16, 32]))  # dtype, KV heads (of 4 heads), head size
-N_ENGINES = 30                                                              # with each of them: 360 in all
+N_ENGINES = 35                                                              # with each of them: 420 in all
 EOS = 7, 21, 42                                                             # any ids: a random model says them all
 
 

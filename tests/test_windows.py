@@ -29,7 +29,7 @@ def games(n, rnd):
 
 
 def test_random_engines():
-    total = games(150, Random("windows"))
+    total = games(170, Random("windows"))
     print(dict(total))
     assert total["preempt"] > 40 and total["share"] > 80 and total["longer than the pool"] > 20
 
