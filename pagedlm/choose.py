@@ -180,7 +180,7 @@ def _penalise(x, wishes, heard):
     rest = heard.said[rows, :max(ints[2])], ends, n_prompt, *heard.put(how, torch.float32).T
     return penalise(x, *rest) if len(some) == len(x) else x.index_copy(0, i, penalise(x[i], *rest))
 
-# %% ../nbs/23_choose.ipynb #c60f2697
+# %% ../nbs/23_choose.ipynb #dd9ca27f
 class Chooser:
     "From logits to ids: what every runner calls at the end of a step"
     def __init__(self,
@@ -191,10 +191,9 @@ class Chooser:
         sample=sample,   # logits (S, V), then temperature, top_k, top_p, min_p, seeds, positions -> ids (S,)
         processors=(),   # of params -> None, or a function for one request; see `request_processors`
         grammar=None,    # params -> matcher, for requests with `structured_outputs`
-        quick=None,
     ):
         self.V, self.sampler, self.processors, self.grammar = V, sample, list(processors), grammar
-        self.quick = quick # see `bring`
+        self.quick = None # see `bring`
         self.heard, self.wishes = Heard(n_rows, max_len, device), {} # row -> `Wish`, few rows as a rule
 
     def learn(self, plan):

@@ -8,7 +8,7 @@ __all__ = ['XI', 'XB', 'MIXED', 'FEW', 'SHAPE', 'ADDRESSES', 'CALLS', 'NUMBERS',
            'run_step', 'run_head', 'parts_of', 'matrices_of', 'unfit', 'load_kernels', 'Matrices', 'let_go',
            'kv_dtype_for', 'CpuRunner', 'shares_of_step']
 
-# %% ../nbs/25_cpu_runner.ipynb #c8e759f8
+# %% ../nbs/25_cpu_runner.ipynb #28d47ef6
 import ctypes
 import math
 from collections import deque
@@ -24,7 +24,6 @@ from .cpu import (ADD, GATE, KINDS, PUT, X, X_BYTES, Team, aligned, call10, call
                          scale_to, sum_squares, ticks, turn, u8_at, weight_at)
 from .cpu_attention import (ATTENTION, CpuCache, Record, attend, combine, counters_for, leave,
                                    place_bytes, room_bytes, rotate, take, tiles_for, unknown)
-from .cpu_choose import CpuChooser
 from .layers import Embedding, Linear
 from .model import MLP, Attn, Block, Norm, Transformer
 from .quant import Plain, QEmbedding, QLinear
@@ -309,7 +308,7 @@ CALLS = [*KINDS, *(f"read_{rep}" for rep in reads)]
 NUMBERS = "S C F V n_regions own greedy".split() # beside those of attention
 STEP = ATTENTION + [(name, "i8") for name in [*ADDRESSES, *CALLS, *NUMBERS]] + [("eps", "f4")]
 
-# %% ../nbs/25_cpu_runner.ipynb #df6259b0
+# %% ../nbs/25_cpu_runner.ipynb #0c4110db
 class CpuRunner(Runner):
     "A `Runner` for CPUs: the whole step in one call per thread"
     def __init__(self,
@@ -326,8 +325,7 @@ class CpuRunner(Runner):
         if why := unfit(model): raise ValueError(f"the compiled step does not fit this model: {why}")
         self.kv_dtype = kv_dtype or kv_dtype_for(model)
         self.team, self.s = Team(n_threads or torch.get_num_threads()), Record(STEP)
-        quick = CpuChooser(max_num_seqs, model.config.vocab_size, self.team, padded=True)
-        super().__init__(model, self, n_blocks, block_size, max_num_seqs, max_model_len, quick=quick, **kw)
+        super().__init__(model, self, n_blocks, block_size, max_num_seqs, max_model_len, **kw)
         self.sizes, self.n_places = (0, 0), -1 # what there is room for
         self.weights = getattr(model, "panels", None) or Matrices(model, keep, self.team)
         self.s.put(**self._fixed(model))
@@ -399,7 +397,13 @@ class CpuRunner(Runner):
         "The step has seen to the logits, and to the ids if all want the largest"
         greedy, best, logits = self.ends
         if greedy: return self.chooser.take(torch.from_numpy(best.copy()), batch.rows)
+        if not self.chooser.quick: self._bring()
         return self.chooser(torch.from_numpy(logits), works, batch.rows, batch.how)
+
+    def _bring(self): # when somebody first asks for more than the largest: who does not need not load it
+        from pagedlm.cpu_choose import CpuChooser
+        rows = len(self.chooser.heard.last) - 1
+        self.chooser.bring(CpuChooser(rows, self.model.config.vocab_size, self.team, padded=True))
 
     def vectors(self, hidden): # what `hidden` has is the residual stream
         return self.model.norm(hidden, None)[0]
