@@ -345,7 +345,7 @@ class Metrics:
     def _abort(self, t, request):
         if self.live.pop(request, None): self.ended.labels(self.model, "abort").inc()
 
-# %% ../nbs/43_server.ipynb #4d42cea5
+# %% ../nbs/43_server.ipynb #c45e7bf1
 def web_files()->dict: # name -> (kind, bytes)
     "The live view's files, which are part of the package"
     kinds = dict(html="text/html", js="text/javascript", css="text/css", svg="image/svg+xml")
@@ -397,8 +397,10 @@ def make_app(
     async def version(): return dict(version=__version__)
     @app.get("/health")
     async def health():
-        if service.engine.alive and not service.engine.seats.closing: return dict(status="ok")
-        raise failed(503, "the engine is shutting down", "shutting_down")
+        engine = service.engine
+        if engine.seats.closing or not engine.alive: raise failed(503, "the engine is shutting down", "shutting_down")
+        if why := getattr(engine.llm.engine.run, "ended", None): raise failed(503, why, "engine_ended") # a rank is lost
+        return dict(status="ok")
     @app.get("/metrics")
     def numbers(): return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
     @app.get("/events", responses=events)

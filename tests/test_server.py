@@ -725,6 +725,19 @@ def test_the_description_is_true(server):
 
 # ---- the end
 
+def test_health_says_that_a_rank_is_lost():
+    model = tiny_model(tiny_config(), seed=1)
+    with Server(LLM(model, ByteTokenizer(), tensor_parallel_size=2, enforce_eager=True), "tiny") as server:
+        body = dict(model="tiny", prompt="ab", max_tokens=3)
+        assert send(server, "POST", "/v1/completions", body)[0] == 200 == send(server, "GET", "/health")[0]
+        rank = server.engine.llm.engine.run.crew.processes[1]
+        rank.kill()
+        assert send(server, "POST", "/v1/completions", body)[0] == 500
+        status, _, text = send(server, "GET", "/health")
+        error = json.loads(text)["error"]
+        assert status == 503 and error["code"] == "engine_ended" and f"rank 1 (process {rank.pid}) has ended" in error["message"]
+
+
 def test_shutting_down_lets_them_finish():
     with Server(tiny(), "tiny", grace=20) as server:
         with ThreadPoolExecutor(4) as many:

@@ -14,7 +14,7 @@ from pagedlm.sim import (SOURCES, CostModel, FittedCost, Job, Load, SimRunner, W
                          load_samples, load_trace, poisson, simulate, sweep)
 from pagedlm.trace import latency_summary
 
-BENT = lambda load: .01 + .0007*load.n_tokens + .00003*load.n_kv + .1*(load.n_seqs % 3 == 0)  # no two steps alike
+BENT = lambda load: .01 + .0007*load.n_tokens + .00003*load.n_kv + .1*(load.n_seqs % 3 == 0) + .0001*load.n_before  # no two steps alike
 
 
 # ---- gliding is stepping
@@ -74,7 +74,8 @@ MUTANTS = {
     "a block taken late": ("takers = filling[(n - 1) % B]", "takers = filling[n % B]"),
     "nothing is named": ("if known % B == 0:", "if False:"),
     "named too early": ("manager.name_full(_speak(r, known), known)", "manager.name_full(_speak(r, known + B), known + B)"),
-    "context does not grow": ("run.spend(Load(R, R, R, n_kv + n*R, n_kv + n*R))", "run.spend(Load(R, R, R, n_kv, n_kv))"),
+    "context does not grow": ("n_kv + n*R, n_kv + n*R, run.load", "n_kv, n_kv, run.load"),
+    "what came before is forgotten": ("n_kv + n*R, run.load.n_tokens", "n_kv + n*R, R"),
     "progress is lost": ("r.n_computed = r.n_planned = len(r.tokens) - 1", "r.n_computed = r.n_planned = len(r.tokens) - 2"),
     "chunks count as decodes": ("if unsure or not 0 < R == sum(r.finish_reason is None for r, _ in news):", "if unsure or not R:"),
     "who ended counts as running": ("sum(r.finish_reason is None for r, _ in news)", "len(news)"),
@@ -105,11 +106,13 @@ def test_a_mix_of_your_own_goes_step_by_step():
 class Timed:
     "A real runner, with the clock of a simulation; notes its plans"
     def __init__(self, run, clock):
-        self.run, self.clock, self.plans = run, clock, []
+        self.run, self.clock, self.plans, self.n_tokens = run, clock, [], 0
 
     def __call__(self, plan):
         self.plans.append(plan)
-        self.clock.advance(BENT(load_of(plan.works)))
+        load = load_of(plan.works, self.n_tokens)
+        self.clock.advance(BENT(load))
+        self.n_tokens = load.n_tokens
         return self.run(plan)
 
 
@@ -165,7 +168,7 @@ def test_a_step_is_the_sum_of_its_parts_and_grows_with_all_it_does():
 
 
 def test_fitting_finds_what_is_there():
-    true = FittedCost(1e-3, 2e-5, 0.0, 3e-5, 1e-8, 0.0)
+    true = FittedCost(1e-3, 2e-5, 0.0, 3e-5, 1e-8, 0.0, 5e-4)
     work = poisson(80, 8, (5, 300), (1, 40))
     sim = simulate(work, true, 1000, events=True, max_num_batched_tokens=300)
     samples = load_samples(sim.events)
@@ -177,7 +180,7 @@ def test_fitting_finds_what_is_there():
 
 
 def test_what_happens_now_and_then_raises_no_price():
-    true, work = FittedCost(1e-3, 2e-5, 0.0, 3e-5, 1e-7, 1e-8), poisson(80, 8, (5, 300), (1, 40))
+    true, work = FittedCost(1e-3, 2e-5, 0.0, 3e-5, 1e-7, 1e-8, 5e-4), poisson(80, 8, (5, 300), (1, 40))
     samples = load_samples(simulate(work, true, 1000, events=True, max_num_batched_tokens=300).events)
     for odd in (lambda s: 1.5*s, lambda s: s + .01): # in every fourth step; squares would ask for an eighth more, or for 2.5 ms
         found = fit_cost([(x, s if i % 4 else odd(s)) for i, (x, s) in enumerate(samples)])
@@ -197,7 +200,7 @@ def test_samples_count_what_the_host_does_between_steps_but_no_idle_time():
     tell(9, "arrive", request="B", n_prompt=2)
     tell(9, "admit", request="B", n_cached=0)
     tell(11, "step", works=(("B", 2),), start=9.5)
-    assert load_samples(events) == [(Load(3, 1, 1, 3, 6), 1.0), (Load(1, 1, 1, 4, 4), 1.5), (Load(2, 1, 0, 2, 3), 1.5)]
+    assert load_samples(events) == [(Load(3, 1, 1, 3, 6), 1.0), (Load(1, 1, 1, 4, 4, 3), 1.5), (Load(2, 1, 0, 2, 3, 1), 1.5)]
 
 
 # ---- workloads

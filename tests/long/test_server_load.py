@@ -38,6 +38,7 @@ def differ(llm, asked):
 
 def test_a_load_is_answered_as_each_request_alone():
     llm, load = LLM(), make_load(REQUESTS)
+    llm.engine.run.cache.fill(float("nan"))  # all of its memory is there from now on; and nobody reads what nobody wrote
     with Server(llm, "m", max_queue=500) as server:
         address = "127.0.0.1", int(server.url.rpartition(":")[2])
         asyncio.run(run_load(*address, "m", load[:AT_ONCE]))  # whatever is made once has been made
@@ -52,7 +53,7 @@ def test_a_load_is_answered_as_each_request_alone():
     print("\n" + table({"pagedlm": told}))
     assert len(stayed) > .7*REQUESTS and all(text is not None for _, text in stayed)
     assert told["leaked"] == 0 and told["wrong"] == 0
-    assert grown < 64e6  # its blocks are touched one after the other, once
+    assert grown < 64e6
     if REQUESTS == 500:  # the whole of it: the site shows this table
         record("load", {"pagedlm": told}, f"{AT_ONCE} at a time; every answer was compared with that to the same request alone.")
 
