@@ -112,7 +112,7 @@ def roofline(
     name = f"{kind} on {device}" + threads * (torch.device(device).type == "cpu")
     return Roofline(matrix_rate(kind, device, n, seconds), read_rate(device, n_bytes, seconds), name)
 
-# %% ../nbs/41_bench.ipynb #bcc75c4c
+# %% ../nbs/41_bench.ipynb #5f0928c9
 def plot_roofline(
     roof:Roofline,
     points=(),  # list of (name, FLOP per byte, FLOP/s), or with a colour of `PALETTE` as a fourth
@@ -128,9 +128,10 @@ def plot_roofline(
     ax.loglog(bends, [roof.attainable(i) / unit for i in bends], color=PALETTE["ink"])
     for i, (name, x, y, *color) in enumerate(points):
         ax.loglog([x], [y / unit], "o", color=PALETTE[color[0] if color else "state"])
-        near = any(abs(log10(x / p[1])) < .4 and abs(log10(y / p[2])) < .2 for p in points[:i])
-        where = dict(xytext=(-4, 6), ha="right") if near else dict(xytext=(6, -10))
-        ax.annotate(name, (x, y / unit), textcoords="offset points", **where)
+        n_near = sum(abs(log10(x / p[1])) < .4 and abs(log10(y / p[2])) < .2 for p in points[:i])
+        right, below = n_near % 4 in (0, 3), n_near % 2 == 0
+        ax.annotate(name, (x, y / unit), textcoords="offset points", ha="left" if right else "right",
+                    xytext=(6 if right else -4, -12 if below else 6))
     ax.axvline(roof.balance, color=PALETTE["free"], linestyle="--", linewidth=1)
     ax.set(xlabel="FLOP per byte", ylabel=word)
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))

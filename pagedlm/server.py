@@ -397,9 +397,10 @@ def make_app(
     async def version(): return dict(version=__version__)
     @app.get("/health")
     async def health():
-        engine = service.engine
-        if engine.seats.closing or not engine.alive: raise failed(503, "the engine is shutting down", "shutting_down")
-        if why := getattr(engine.llm.engine.run, "ended", None): raise failed(503, why, "engine_ended") # a rank is lost
+        engine, stopping = service.engine, "the engine is shutting down"
+        if engine.seats.closing or not engine.alive: raise failed(503, stopping, "shutting_down")
+        why = getattr(engine.llm.engine.run, "ended", None) # a rank is lost
+        if why: raise failed(503, why, "engine_ended")
         return dict(status="ok")
     @app.get("/metrics")
     def numbers(): return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")

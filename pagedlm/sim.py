@@ -280,7 +280,8 @@ class SimRunner:
             self.said[a.row] = a.ids[-1]
             comes_with_kv = a.params.extra_args and len(a.ids) == a.n_prompt # if preempted, it has lost them
             self.ready[a.row] = a.n_prompt if comes_with_kv else 0
-        self.spend(load_of(self._to_compute(plan.works) if any(self.ready.values()) else plan.works, self.load.n_tokens))
+        works = self._to_compute(plan.works) if any(self.ready.values()) else plan.works
+        self.spend(load_of(works, self.load.n_tokens))
         return [self.said[w.row] for w in plan.works if w.sample]
 
     def _to_compute(self, works): # of a prompt that comes with keys and values only the last token
