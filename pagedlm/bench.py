@@ -112,7 +112,7 @@ def roofline(
     name = f"{kind} on {device}" + threads * (torch.device(device).type == "cpu")
     return Roofline(matrix_rate(kind, device, n, seconds), read_rate(device, n_bytes, seconds), name)
 
-# %% ../nbs/41_bench.ipynb #5f0928c9
+# %% ../nbs/41_bench.ipynb #7f493653
 def plot_roofline(
     roof:Roofline,
     points=(),  # list of (name, FLOP per byte, FLOP/s), or with a colour of `PALETTE` as a fourth
@@ -134,7 +134,7 @@ def plot_roofline(
                     xytext=(6 if right else -4, -12 if below else 6))
     ax.axvline(roof.balance, color=PALETTE["free"], linestyle="--", linewidth=1)
     ax.set(xlabel="FLOP per byte", ylabel=word)
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     for axis in (ax.xaxis, ax.yaxis): axis.set_major_formatter("{x:g}")
     ax.minorticks_off()
     return ax
