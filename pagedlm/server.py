@@ -345,7 +345,7 @@ class Metrics:
     def _abort(self, t, request):
         if self.live.pop(request, None): self.ended.labels(self.model, "abort").inc()
 
-# %% ../nbs/43_server.ipynb #c45e7bf1
+# %% ../nbs/43_server.ipynb #62f78040
 def web_files()->dict: # name -> (kind, bytes)
     "The live view's files, which are part of the package"
     kinds = dict(html="text/html", js="text/javascript", css="text/css", svg="image/svg+xml")
