@@ -419,7 +419,7 @@ class Cluster:
 
     def generate(self, prompts, sampling_params=None, use_tqdm:bool=True, priority=None)->list:
         "As `LLM.generate`"
-        from tqdm.auto import tqdm
+        from tqdm import tqdm
         jobs, done = self._take(prompts, sampling_params, priority, quiet=True), {}
         with tqdm(total=len(jobs), desc="prompts", disable=not use_tqdm) as bar:
             try:

@@ -9,7 +9,7 @@ __all__ = ['KV_DTYPES', 'AS_IT_IS', 'RequestMetrics', 'Logprob', 'CompletionOutp
            'EmbeddingRequestOutput', 'Pool', 'pool_size', 'pick_kernels', 'compiled_step', 'is_packed', 'run_largest',
            'load_text_model', 'load_ranks', 'by_name', 'default_params', 'check_as_it_is', 'LLM']
 
-# %% ../nbs/40_llm.ipynb #d53769d5
+# %% ../nbs/40_llm.ipynb #d60cdc97
 import json
 import logging
 import math
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from . import layers
 from .core import RequestOutputKind, SamplingParams, cdiv
@@ -44,7 +44,6 @@ from .choose import request_processors
 from .grammar import Grammar
 from .runner import Runner, largest_plan, profile_memory
 from .graphs import make_runner
-from .parallel import RankRunner, assemble
 from .trace import Trace
 
 _log = logging.getLogger(__name__)
@@ -567,13 +566,14 @@ def _held(model, tokenizer, quantization): # a model that is in memory already
         raise ValueError(f"quantization={quantization!r} is for files: pack this model with `quant.pack`")
     return model, tokenizer
 
-# %% ../nbs/40_llm.ipynb #0974e95e
+# %% ../nbs/40_llm.ipynb #b155717d
 def load_ranks(
     n:int,    # tensor_parallel_size
     backend,  # of attention
     model, tokenizer, dtype, device, ops, quantization, max_len, # as for `load_text_model`
-)->tuple:     # (this rank's share, tokenizer, its `Ranks`, who runs the others)
+)->tuple:     # (this rank's share, tokenizer, who runs the others, what makes its runner)
     "A model whose matrices are cut over n ranks"
+    from pagedlm.parallel import RankRunner, assemble
     if isinstance(model, Transformer): _held(model, tokenizer, quantization)
     if quantization:
         raise ValueError(f"quantization={quantization!r} with tensor_parallel_size={n}, "
@@ -583,7 +583,7 @@ def load_ranks(
     ranks, crew, share, own = assemble(n, model, backend, device, **how)
     _log.warning("tensor_parallel_size=%d: weights are kept as %s, and each operation is launched by itself",
                  n, share.dtype)
-    return share, tokenizer or own, ranks, crew
+    return share, tokenizer or own, crew, partial(RankRunner, ranks, crew=crew)
 
 # %% ../nbs/40_llm.ipynb #2c6ccc27
 def by_name(
@@ -634,7 +634,7 @@ def check_as_it_is(
         if value != AS_IT_IS[name]:
             raise ValueError(f"{name}={value!r} is not supported, only {AS_IT_IS[name]!r}")
 
-# %% ../nbs/40_llm.ipynb #76e7271b
+# %% ../nbs/40_llm.ipynb #955b193f
 class LLM:
     "Text in, text out, over one engine. vLLM's names; an option that is not there yet raises"
     def __init__(self,
@@ -685,7 +685,7 @@ class LLM:
             model, tokenizer, dtype, device, ops, quantization, max_model_len)
         self.chat_template, self.emit = chat_template, Fanout()
         with ExitStack() as undo: # other ranks end, if this does not come about
-            if others: undo.callback(others[1].dismiss)
+            if others: undo.callback(others[0].dismiss)
             limit, budget = self.model.config.max_len, max_num_batched_tokens
             if max_model_len is not None and max_model_len > limit:
                 raise ValueError(f"max_model_len={max_model_len}, but the model ends at {limit} tokens")
@@ -693,7 +693,7 @@ class LLM:
             if budget is None: budget = 512 if device.type == "cpu" else 2048
             rows = min(256, budget) if max_num_seqs is None else max_num_seqs
             n_blocks, kind = num_gpu_blocks_override, KV_DTYPES[kv_cache_dtype]
-            plain = partial(RankRunner, others[0], crew=others[1]) if others else Runner
+            plain = others[1] if others else Runner
             compiled, kv = None, None
             if device.type == "cpu" and attention_backend is None and not (enforce_eager or others):
                 compiled, kv = compiled_step(self.model, kind)
@@ -733,7 +733,7 @@ class LLM:
 
     def shutdown(self):
         "End the processes of other ranks, if there are any; after that nothing more can be asked"
-        if isinstance(self.engine.run, RankRunner): self.engine.run.shutdown()
+        if hasattr(self.engine.run, "shutdown"): self.engine.run.shutdown()
 
     def get_default_sampling_params(self)->SamplingParams:
         "What a request without `sampling_params` uses"

@@ -345,7 +345,7 @@ class Metrics:
     def _abort(self, t, request):
         if self.live.pop(request, None): self.ended.labels(self.model, "abort").inc()
 
-# %% ../nbs/43_server.ipynb #62f78040
+# %% ../nbs/43_server.ipynb #f4012d0e
 def web_files()->dict: # name -> (kind, bytes)
     "The live view's files, which are part of the package"
     kinds = dict(html="text/html", js="text/javascript", css="text/css", svg="image/svg+xml")
@@ -397,10 +397,11 @@ def make_app(
     async def version(): return dict(version=__version__)
     @app.get("/health")
     async def health():
-        engine, stopping = service.engine, "the engine is shutting down"
-        if engine.seats.closing or not engine.alive: raise failed(503, stopping, "shutting_down")
-        why = getattr(engine.llm.engine.run, "ended", None) # a rank is lost
-        if why: raise failed(503, why, "engine_ended")
+        engine = service.engine
+        if engine.seats.closing or not engine.alive:
+            raise failed(503, "the engine is shutting down", "shutting_down")
+        if why := getattr(engine.llm.engine.run, "ended", None): # a rank is lost
+            raise failed(503, why, "engine_ended")
         return dict(status="ok")
     @app.get("/metrics")
     def numbers(): return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
@@ -484,7 +485,8 @@ class Server:
         app = make_app(Service(self.engine, model, limits), self.metrics)
         config = uvicorn.Config(Guard(app, limits, key, mine | set(hosts)), log_config=None, access_log=False,
                                 ws="none", lifespan="off", server_header=False,
-                                timeout_graceful_shutdown=grace + 5)
+                                timeout_graceful_shutdown=grace + 5,
+                                http="h11") # bounds a request's head; httptools, if it is there, would not
         self.inner, self.thread = _Uvicorn(config, self.engine, grace), None
 
     def run(self):

@@ -223,7 +223,7 @@ def load_samples(
         elif name in ("finish", "abort"): live.discard(f["request"])
     return samples
 
-# %% ../nbs/31_sim.ipynb #bc3caf1f
+# %% ../nbs/31_sim.ipynb #26fe3159
 COLD = 32 # a step of more tokens leaves nothing in the caches for the next
 
 class FittedCost(NamedTuple):
@@ -247,7 +247,7 @@ def fit_cost(
     "Learn from steps what a step costs"
     import numpy as np
     seconds = np.array([s for _, s in samples])
-    X = np.array([[1, *load[:5], load.n_before > COLD] for load, _ in samples], float)
+    X = np.array([_priced(load) for load, _ in samples], float)
     scale = X.max(axis=0) + (X.max(axis=0) == 0)
     weights = seconds**-.5
     for _ in range(30): # squares, weighed by 1 / error, are errors
@@ -256,18 +256,21 @@ def fit_cost(
         weights = np.maximum(off, 1e-4 * seconds.mean())**-.5
     return FittedCost(*map(float, prices / scale))
 
+def _priced(load): return 1, *load[:5], load.n_before > COLD # what the prices are for
+
 def _no_less_than_0(X, y, weights): # least squares, where no coefficient may be negative
     import numpy as np
-    A, b, best = X * weights[:, None], y * weights, (inf, np.zeros(7))
-    for chosen in (list(c) for n in range(1, 8) for c in combinations(range(7), n)):
+    k = X.shape[1]
+    A, b, best = X * weights[:, None], y * weights, (inf, np.zeros(k))
+    for chosen in (list(c) for n in range(1, k + 1) for c in combinations(range(k), n)):
         found = np.linalg.lstsq(A[:, chosen], b, rcond=None)[0]
         error = ((A[:, chosen] @ found - b)**2).sum()
         if (found >= 0).all() and error < best[0] * (1 - 1e-9):
-            best = error, np.zeros(7)
+            best = error, np.zeros(k)
             best[1][chosen] = found
     return best[1]
 
-# %% ../nbs/31_sim.ipynb #899ba78f
+# %% ../nbs/31_sim.ipynb #304b9496
 class SimRunner:
     "A `run` with no model: each row says again the id that it was told last, and the clock moves on"
     def __init__(self,

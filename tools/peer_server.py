@@ -3,10 +3,13 @@
 python tools/peer_server.py                        # both: bench/server/peers.json, minutes
 python tools/peer_server.py --only pagedlm         # ours alone, nothing written
 python tools/peer_server.py --requests 12 --parts vllm.server
+python tools/peer_server.py --requests 500 --rounds 3
 
 vLLM is the one that tools/peers.py has installed, and reads the checkpoint that was made for it there. Both greedy,
 without prefix caching, at most 512 tokens in a step, each with the weights that it is best with. The client is one
 asyncio loop on raw sockets in this process; its own CPU time is told, since it takes from the same cores.
+What an engine does offline is measured right after what it does through its server, since a shared machine's speed
+drifts by more than a server costs; numbers are medians of the rounds.
 """
 import asyncio
 import json
@@ -19,6 +22,7 @@ import time
 from argparse import ArgumentParser
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from urllib.request import urlopen
@@ -212,6 +216,7 @@ def main():
     add = parser.add_argument
     add("--requests", type=int, default=100)
     add("--at-once", type=int, default=64)
+    add("--rounds", type=int, default=1)
     add("--port", type=int, default=18123)
     add("--only", choices=list(SERVERS))
     add("--parts", help="some of pagedlm.server, pagedlm.offline, vllm.server, vllm.offline, separated by commas")
@@ -221,25 +226,30 @@ def main():
     make_checkpoint(places)
     from pagedlm.weights import open_source
     load, tokenizer = make_load(how.requests), open_source(places.gguf).tokenizer()
-    ids, found = [tokenizer.encode(a.prompt) for a in load], {}
-    every = [f"{name}.{part}" for part in ("server", "offline") for name in SERVERS if how.only in (None, name)]
-    for i, part in enumerate(how.parts.split(",") if how.parts else every):
+    ids, rounds = [tokenizer.encode(a.prompt) for a in load], {}
+    every = [f"{name}.{part}" for name in SERVERS if how.only in (None, name) for part in ("server", "offline")]
+    for i, part in enumerate((how.parts.split(",") if how.parts else every)*how.rounds):
         name, _, what = part.partition(".")
-        engine, told, begin = next(e for e in ENGINES if e.name == name), found.setdefault(name, {}), time.perf_counter()
+        engine, begin = next(e for e in ENGINES if e.name == name), time.perf_counter()
         if what == "server":
-            told.update(through_server(engine, places, load, how.at_once, how.port + i))
+            told = through_server(engine, places, load, how.at_once, how.port + i)
+            rounds.setdefault(name, []).append(told)
         else:
+            told = rounds.setdefault(name, [{}])[-1]
             told["offline"] = offline(engine, places, load, ids)
-        print(f"{part}: {time.perf_counter() - begin:.0f} s, {json.dumps({k: round(v, 2) for k, v in told.items()})}", flush=True)
-    for told in found.values():
-        if "offline" in told and "seconds" in told:
-            told["share"] = told["tokens_per_second"]/told["offline"]
+            if "seconds" in told:
+                told["share"] = told["tokens_per_second"]/told["offline"]
+        print(f"{part}: {time.perf_counter() - begin:.0f} s, {json.dumps({k: round(v, 3) for k, v in told.items()})}", flush=True)
+    found = {name: {k: median(told[k] for told in turns) for k in turns[0]} for name, turns in rounds.items()}
     columns = {SERVERS[name][0]: told for name, told in found.items()}
     if not all("share" in found.get(name, ()) for name in SERVERS):
         return print(table(columns))
     shown = verdict(found["pagedlm"], found["vllm"])
     words = "; ".join(f"**{x:.2f}** {what}{'' if right else ' (missed)'}" for what, (x, right) in shown.items())
-    print(record("peers", columns, f"{how.at_once} at a time. pagedlm has {words}.")["markdown"])
+    shares = "; ".join(SERVERS[name][0] + " " + ", ".join(f"{told['share']:.3f}" for told in turns)
+                       for name, turns in rounds.items())
+    says = f"{how.at_once} at a time, medians of {how.rounds} rounds. pagedlm has {words}. Server/offline, round by round: {shares}."
+    print(record("peers", columns, says)["markdown"])
     return int(not all(right for _, right in shown.values()))
 
 
