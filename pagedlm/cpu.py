@@ -10,8 +10,8 @@ __all__ = ['FORMS', 'FORM', 'EMULATED', 'WIDE', 'CHECKED', 'X86', 'W', 'NV', 'I8
            'source_stamp', 'announce', 'complain', 'Shelf', 'kept', 'compiled', 'CFunction', 'c_function', 'through',
            'exp', 'to_bf16', 'put', 'dot_bf16', 'sum_squares', 'blend', 'scale_to', 'largest', 'half', 'f32_at',
            'f16_at', 'u16_at', 'u8_at', 'i32_at', 'i64_at', 'put_f32', 'put_u16', 'put_i64', 'bf16_bits', 'bf16_value',
-           'panel_form', 'panels', 'weight_at', 'scaled', 'to_floats', 'step_for', 'in_steps', 'to_ints', 'reader',
-           'activations', 'Sums', 'Pairs', 'Fours', 'accumulators', 'nibbles', 'epilogue', 'ints', 'floats',
+           'panel_form', 'panels', 'weight_at', 'scaled', 'to_floats', 'magnitude', 'step_for', 'in_steps', 'to_ints',
+           'reader', 'activations', 'Sums', 'Pairs', 'Fours', 'accumulators', 'nibbles', 'epilogue', 'ints', 'floats',
            'add_pairs', 'product', 'fetch_add', 'look', 'pause', 'give_way', 'prefetch', 'ticks', 'strayed', 'wait',
            'turn', 'claim', 'settle', 'Team', 'share', 'matmul']
 
@@ -535,14 +535,23 @@ def to_floats(rep, norm):
             put(a, scaled(a, x, w if norm else None, r, i), rep, out, i)
     return code
 
-def step_for(a, top): # lanes float32, none below 0 -> a scale, and what to divide by, in all lanes
+def magnitude(a, v): # lanes float32 -> int32
+    "Without signs. As whole numbers, the bits are in the order of the sizes, and NaN is above all"
+    return a.b.and_(a.b.bitcast(v, VI), a.const(VI, 0x7fffffff))
+
+def step_for(a, top): # sizes -> a scale, and what to divide by, in all lanes
     "127 steps to the largest of them"
-    s = a.b.fdiv(a.fold("maximum", top), a.const(F32, 127.))
+    s = a.b.fdiv(a.b.bitcast(a.fold("smax", top), F32), a.const(F32, 127.))
     return s, a.splat(a.op("maxnum", s, a.const(F32, 1e-30)))
 
 def in_steps(a, v, step): # lanes float32 -> int32
     "The nearest whole numbers of steps"
-    return a.call(f"llvm.fptosi.sat.v{W}i32.v{W}f32", VI, a.op("rint", a.b.fdiv(v, step)))
+    v = a.b.fdiv(v, step)
+    if FORM == "avx512":
+        how = a.const(VI, 0), a.const(I16, -1), a.const(I32, 4) # no lane is left out, and none is an error
+        return a.call("llvm.x86.avx512.mask.cvtps2dq.512", VI, v, *how)
+    if FORM.startswith("avx"): return a.call("llvm.x86.avx.cvt.ps2dq.256", VI, v)
+    return a.call(f"llvm.fptosi.sat.v{W}i32.v{W}f32", VI, a.op("rint", v))
 
 def to_ints(norm):
     "A row in groups of 32: integers -127 … 127; of each group its scale and the sum of its integers"
@@ -552,8 +561,8 @@ def to_ints(norm):
         with a.loop(b.lshr(n, a.num(5))) as each:
             places = [a.plus(a.mul(each.index, GROUP), u*W) for u in range(GROUP//W)]
             vs = [scaled(a, x, w if norm else None, r, i) for i in places]
-            top = a.op("fabs", vs[0])
-            for v in vs[1:]: top = a.op("maximum", top, a.op("fabs", v)) # NaN if there is one
+            top = magnitude(a, vs[0])
+            for v in vs[1:]: top = a.op("smax", top, magnitude(a, v))
             (s, step), total = step_for(a, top), a.const(VI, 0)
             for i, v in zip(places, vs):
                 q = in_steps(a, v, step)

@@ -9,10 +9,13 @@ os.environ.update(VLLM_CPU_KVCACHE_SPACE=str(KV_GB), HF_HUB_OFFLINE="1", VLLM_LO
                   VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
 
 
+OLDER = dict(_C_AVX2=["avx2"], _C_AVX512=["avx2", "avx512f"])  # its library for them; _C is for the newest it knows
+
+
 def units():
-    "torch's, and which of its own libraries it loaded: _C_AVX2.abi3.so, for example"
+    "torch's, as far as its own library is made for them; and which libraries it loaded"
     ours = sorted(set(re.findall(r"/vllm/(_C\S*)", Path("/proc/self/maps").read_text(encoding="utf-8"))))
-    return {u: on and any(u[:4].upper() in name for name in ours) for u, on in torch_units().items()}, ours
+    return {u: on and any(u in OLDER.get(name.partition(".")[0], [u]) for name in ours) for u, on in torch_units().items()}, ours
 
 
 def load(folder, dtype):

@@ -1,6 +1,6 @@
 """pagedlm and what a user would run instead, in turns on this machine, the same requests for everyone.
 
-python tools/peers.py                        # every engine that is installed, five times: bench/peers/latest.json
+python tools/peers.py                        # every engine that is installed, five times: bench/peers/FORM/latest.json
 python tools/peers.py list                   # who is installed, and how to install the others
 python tools/peers.py install openvino       # do that; minutes, and about a gigabyte for each
 python tools/peers.py --only pagedlm,openvino --workloads one --reps 3
@@ -590,7 +590,8 @@ def parse(argv):
     args.add_argument("--patience", type=float, default=60, help="seconds to wait for an idle machine, each turn")
     args.add_argument("--threads", type=int, default=n_cores(), help="for each engine; default: all cores")
     args.add_argument("--home", type=Path, help="where the engines live; else $PAGEDLM_PEERS, or pagedlm's cache")
-    args.add_argument("--out", type=Path, help="folder for the result; default: bench/peers, for a part build/peers")
+    args.add_argument("--out", type=Path, help="folder for the result; default: bench/peers/ and the form of "
+                      "pagedlm's kernels on this processor, for a part build/peers")
     how = args.parse_args(argv)
     names = [e.name for e in ENGINES]
     how.only, how.workloads = how.only.split(",") if how.only else names, how.workloads.split(",")
@@ -598,9 +599,16 @@ def parse(argv):
         if wrong := set(given) - set(known):
             args.error(f"{', '.join(sorted(wrong))}: there are {', '.join(known)}")
     whole = how.only == names and how.workloads == list(WORKLOADS) and how.reps >= 3
-    how.out = how.out or ROOT / ("bench/peers" if whole else "build/peers")
+    how.out = how.out or ROOT / (f"bench/peers/{kernels_form()}" if whole else "build/peers")
     how.times = lambda seconds: min(how.reps, how.reps if seconds <= how.slow else 3 if seconds <= 3*how.slow else 1)
     return how
+
+
+def kernels_form():
+    "What pagedlm's CPU kernels are compiled to here: avx512, avx2, ..."
+    sys.path.insert(0, str(ROOT))
+    from pagedlm.cpu import FORM
+    return FORM
 
 
 def where_things_are(how):
