@@ -77,7 +77,7 @@ def features()->dict:
     return {name[1:]: name[0] == "+" for name in told.split(",") if name}
 
 FORM = pick_form(features(), os.environ.get("PAGEDLM_CPU"))
-EMULATED = FORM == "emulated"            # avx512's code, with its two instructions spelled out in others
+EMULATED = FORM == "emulated"            # avx512's code, with its own instructions spelled out in others
 WIDE = FORM in ("avx512", "emulated")    # 16 lanes, and products of bf16
 CHECKED = os.environ.get("PAGEDLM_CPU_CHECK") == "1" # look up every address before it is used
 X86 = llvm.get_process_triple().startswith(("x86_64", "i686"))
