@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from .core import cdiv
-from .cpu import (CHECKED, F32, I8, I32, I64, NV, VF, VI, W, WIDE, X, X_BYTES, Team, V, aligned, bf16_bits,
-                         blend, c_function, call14, call_row, check_fault, claim, compiled, dot_bf16, exp,
-                         f32, f32_at, i64, i64_at, in_steps, kernel, magnitude, prefetch, put, put_f32, put_u16, reads,
-                         scale_to, settle, step_for, through, to_bf16, turn, watch)
+from .cpu import (CHECKED, F32, I8, I32, I64, NV, VF, VI, W, WIDE, X, X_BYTES, Team, V, aligned,
+                         bf16_bits, blend, c_function, call14, call_row, check_fault, claim, compiled,
+                         dot_bf16, exp, f32, f32_at, i64, i64_at, in_steps, kernel, magnitude, prefetch,
+                         put, put_f32, put_u16, reads, scale_to, settle, step_for, through, to_bf16,
+                         turn, watch)
 from .kvcache import check_blocks
 from .paged import Backend
 
