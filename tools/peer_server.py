@@ -230,15 +230,16 @@ def main():
     every = [f"{name}.{part}" for name in SERVERS if how.only in (None, name) for part in ("server", "offline")]
     for i, part in enumerate((how.parts.split(",") if how.parts else every)*how.rounds):
         name, _, what = part.partition(".")
-        engine, begin = next(e for e in ENGINES if e.name == name), time.perf_counter()
+        engine, turns, begin = next(e for e in ENGINES if e.name == name), rounds.setdefault(name, []), time.perf_counter()
+        if not turns or ("seconds" if what == "server" else "offline") in turns[-1]:
+            turns.append({})
+        told = turns[-1]
         if what == "server":
-            told = through_server(engine, places, load, how.at_once, how.port + i)
-            rounds.setdefault(name, []).append(told)
+            told.update(through_server(engine, places, load, how.at_once, how.port + i))
         else:
-            told = rounds.setdefault(name, [{}])[-1]
             told["offline"] = offline(engine, places, load, ids)
-            if "seconds" in told:
-                told["share"] = told["tokens_per_second"]/told["offline"]
+        if {"seconds", "offline"} <= told.keys():
+            told["share"] = told["tokens_per_second"]/told["offline"]
         print(f"{part}: {time.perf_counter() - begin:.0f} s, {json.dumps({k: round(v, 3) for k, v in told.items()})}", flush=True)
     found = {name: {k: median(told[k] for told in turns) for k in turns[0]} for name, turns in rounds.items()}
     columns = {SERVERS[name][0]: told for name, told in found.items()}

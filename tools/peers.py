@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "tools"
+sys.path.insert(0, str(ROOT))  # of pagedlm, which is imported where it is needed
 WORKLOADS = dict(mix32="total", one="output", prefill8="total")  # which tokens per second each is judged by
 LINUX_UNITS = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile",
                "asimd", "asimddp", "i8mm", "bf16", "sve")        # names of /proc/cpuinfo
@@ -598,7 +599,7 @@ def parse(argv):
     for given, known in (how.only, names), (how.workloads, list(WORKLOADS)), (how.names, list(INSTALL)):
         if wrong := set(given) - set(known):
             args.error(f"{', '.join(sorted(wrong))}: there are {', '.join(known)}")
-    whole = how.only == names and how.workloads == list(WORKLOADS) and how.reps >= 3
+    whole = how.what == "run" and how.only == names and how.workloads == list(WORKLOADS) and how.reps >= 3
     how.out = how.out or ROOT / (f"bench/peers/{kernels_form()}" if whole else "build/peers")
     how.times = lambda seconds: min(how.reps, how.reps if seconds <= how.slow else 3 if seconds <= 3*how.slow else 1)
     return how
@@ -606,13 +607,11 @@ def parse(argv):
 
 def kernels_form():
     "What pagedlm's CPU kernels are compiled to here: avx512, avx2, ..."
-    sys.path.insert(0, str(ROOT))
     from pagedlm.cpu import FORM
     return FORM
 
 
 def where_things_are(how):
-    sys.path.insert(0, str(ROOT))
     from pagedlm.weights import cache_dir, default_model
     home = how.home or os.environ.get("PAGEDLM_PEERS") or cache_dir() / "peers"
     units = machine()["units"]
